@@ -1,0 +1,74 @@
+"""The ``eagle`` command: one line per command, and errors turned into exit codes.
+
+Exit codes: 0 done, 1 a bug (with traceback), 2 the user must change something, 130 interrupted.
+Command files import nothing heavy at their top, so that ``--help`` answers at once, without torch.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from typing import NoReturn
+
+import typer
+
+from eagle_train.errors import UserError
+
+from . import demo, eval, export, extract, generate, inspect, prepare, train
+
+app = typer.Typer(
+    name="eagle",
+    help="Train, score and export EAGLE draft heads: lossless speculative decoding of language models.",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode="markdown",
+    pretty_exceptions_enable=False,
+)
+for _command in (prepare, inspect, extract, train, eval, generate, export, demo):
+    app.command(name=_command.NAME, help=_command.HELP, epilog=_command.EXAMPLES)(_command.run)
+
+_USAGE_ERROR = typer.BadParameter.__mro__[2]  # ClickException, wherever typer takes it from
+
+
+@app.callback(invoke_without_command=True)
+def _top(version: bool = typer.Option(False, "--version", help="Print the version and stop.")) -> None:
+    if version:
+        from eagle_train.provenance import tool_version
+
+        print(f"eagle {tool_version()}")
+        raise typer.Exit
+
+
+def main(arguments: list[str] | None = None) -> NoReturn:
+    """Run one command and leave with its exit code."""
+    signal.signal(signal.SIGTERM, _terminate)
+    try:
+        code = app(args=arguments, standalone_mode=False)
+    except UserError as error:
+        code = _say(f"error: {error}", 2)
+    except typer.Abort:
+        code = _say("interrupted; what was finished is kept, the same command again goes on", 130)
+    except KeyboardInterrupt:
+        code = _say("interrupted; what was finished is kept, the same command again goes on", 130)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        code = 0
+    except _USAGE_ERROR as error:
+        error.show()  # type: ignore[attr-defined]
+        code = 2
+    sys.exit(code if isinstance(code, int) else 0)
+
+
+def _terminate(signum: int, frame: object) -> NoReturn:
+    """Treat SIGTERM like Ctrl-C: unwind, remove temporary files, keep finished work."""
+    raise KeyboardInterrupt
+
+
+def _say(text: str, code: int) -> int:
+    print(text, file=sys.stderr)
+    return code
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Train, score and export EAGLE draft heads for lossless speculative decoding of language models."""

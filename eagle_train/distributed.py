@@ -1,0 +1,73 @@
+"""Where this process stands among others, and how one command starts several.
+
+Ranks come from the variables that torchrun and accelerate set; without them there is one process.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+from eagle_train.errors import UserError
+
+
+def rank() -> int:
+    """Return this process's number among all, 0 when alone."""
+    return int(os.environ.get("RANK", "0"))
+
+
+def local_rank() -> int:
+    """Return this process's number on its machine, 0 when alone."""
+    return int(os.environ.get("LOCAL_RANK", "0"))
+
+
+def world_size() -> int:
+    """Return the number of processes, 1 when alone."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def is_main() -> bool:
+    """Return True on the one process that prints and writes shared records."""
+    return rank() == 0
+
+
+def launched() -> bool:
+    """Return True when torchrun (or the like) started this process."""
+    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
+def relaunch(processes: int, arguments: list[str]) -> int:
+    """Run ``eagle ARGUMENTS`` in `processes` processes on this machine through torchrun.
+
+    Returns the exit code a single process would have given: a UserError in any child is 2, an
+    interrupt 130, any other death 1. Raises UserError when already inside such a launch.
+    """
+    if launched():
+        raise UserError("--processes was given inside torchrun; use one of the two")
+    if processes < 1:
+        raise UserError(f"--processes {processes}: wanted 1 or more")
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        f"--nproc-per-node={processes}",
+        "--no-python",
+        sys.executable,
+        "-m",
+        "eagle_cli.main",
+        *arguments,
+    ]
+    environment = dict(os.environ)
+    environment.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // processes)))
+    child = subprocess.Popen(command, env=environment)
+    try:
+        code = child.wait()
+    except KeyboardInterrupt:
+        child.terminate()
+        child.wait()
+        return 130
+    if code == 0:
+        return 0
+    raise UserError(f"one of the {processes} processes failed (its message is above); nothing finished is lost")

@@ -1,0 +1,182 @@
+"""Files that are either whole or not there: write to a temporary name, flush, rename.
+
+Every record of the project is written through this file, so a killed process or a full disk never
+leaves something half-written under a name that a later command reads.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hashlib
+import json
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from eagle_train.errors import UserError
+
+if TYPE_CHECKING:
+    import torch
+
+_ADVICE = {
+    errno.ENOSPC: "the disk is full; free some room and run the same command again",
+    errno.EDQUOT: "the disk quota is used up; free some room and run the same command again",
+    errno.EACCES: "no permission; choose another --out or change the folder's owner",
+    errno.EPERM: "not permitted; choose another --out",
+    errno.EROFS: "the file system is read-only; choose another --out",
+    errno.ENOTDIR: "a part of the path is a file; choose another --out",
+    errno.EISDIR: "the path is a folder; choose another name",
+    errno.EFBIG: "the file system or the process limit does not allow a file of that size",
+    errno.EEXIST: "a file of that name is in the way; choose another --out",
+    errno.ENAMETOOLONG: "the name is too long; choose a shorter --out",
+}
+
+
+def os_error(path: str | os.PathLike[str], error: OSError) -> UserError:
+    """Turn an operating-system error about `path` into the sentence a user reads."""
+    advice = _ADVICE.get(error.errno or 0, "check the path")
+    reason = error.strerror or str(error)
+    return UserError(f"{os.fspath(path)}: {reason} ({advice})")
+
+
+def make_folder(path: str | os.PathLike[str]) -> Path:
+    """Create the folder `path` with its parents; raise UserError where that cannot be done."""
+    folder = Path(path)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise os_error(folder, error) from error
+    return folder
+
+
+@contextlib.contextmanager
+def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
+    """Yield a temporary name beside `path`; on success flush it to disk and rename it to `path`.
+
+    On any failure the temporary file is removed. Operating-system errors become UserError. The
+    temporary name carries the process id, so two processes never write into one file.
+    """
+    final = Path(path)
+    make_folder(final.parent)
+    temporary = final.with_name(f".{final.name}.{os.getpid()}.tmp")
+    try:
+        yield temporary
+        with open(temporary, "rb") as handle:
+            os.fsync(handle.fileno())
+        os.replace(temporary, final)
+        _flush_folder(final.parent)
+    except OSError as error:
+        raise os_error(final, error) from error
+    finally:
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
+
+
+def _flush_folder(folder: Path) -> None:
+    """Make a rename durable. Some file systems cannot flush a folder: then there is nothing to do."""
+    with contextlib.suppress(OSError):
+        handle = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
+
+
+def write_bytes(path: str | os.PathLike[str], content: bytes) -> None:
+    """Write `content` to `path`, whole or not at all."""
+    with replacing(path) as temporary:
+        temporary.write_bytes(content)
+
+
+def write_text(path: str | os.PathLike[str], content: str) -> None:
+    """Write `content` to `path` as UTF-8, whole or not at all."""
+    write_bytes(path, content.encode("utf-8"))
+
+
+def write_json(path: str | os.PathLike[str], value: Any) -> None:
+    """Write `value` to `path` as indented JSON, keys in the order given, whole or not at all."""
+    write_text(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n")
+
+
+def read_json(path: str | os.PathLike[str], missing: str) -> dict[str, Any]:
+    """Read one JSON object. `missing` says what to do when the file is not there.
+
+    Raises UserError for a missing, unreadable or damaged file.
+    """
+    file = Path(path)
+    try:
+        value = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise UserError(f"{file}: not found; {missing}") from error
+    except OSError as error:
+        raise os_error(file, error) from error
+    except ValueError as error:
+        raise UserError(f"{file}: not valid JSON ({error}); {missing}") from error
+    if not isinstance(value, dict):
+        raise UserError(f"{file}: holds a JSON {type(value).__name__}, wanted an object; {missing}")
+    return value
+
+
+def save_tensors(
+    path: str | os.PathLike[str],
+    tensors: Mapping[str, torch.Tensor],
+    metadata: Mapping[str, str] | None = None,
+) -> None:
+    """Write tensors as one safetensors file, whole or not at all. The bytes depend only on content.
+
+    safetensors writes tensors in a fixed order but its metadata map in an arbitrary one, so callers
+    that need equal bytes pass at most one metadata key (a JSON text under it is fine).
+    """
+    from safetensors import SafetensorError
+    from safetensors.torch import save_file
+
+    contiguous = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    with replacing(path) as temporary:
+        try:
+            save_file(contiguous, str(temporary), metadata=dict(metadata) if metadata else None)
+        except SafetensorError as error:  # it hides the operating system's error in its text
+            for number, words in ((errno.ENOSPC, "No space left"), (errno.EDQUOT, "quota")):
+                if words in str(error):
+                    raise OSError(number, os.strerror(number)) from error
+            raise
+
+
+def load_tensors(path: str | os.PathLike[str]) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+    """Read a whole safetensors file: its tensors (on the CPU) and its metadata.
+
+    Raises UserError for a missing or damaged file.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(os.fspath(path), framework="pt") as file:
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            return tensors, dict(file.metadata() or {})
+    except FileNotFoundError as error:
+        raise UserError(f"{os.fspath(path)}: not found") from error
+    except OSError as error:
+        raise os_error(path, error) from error
+    except SafetensorError as error:
+        raise UserError(f"{os.fspath(path)}: damaged or not safetensors ({error})") from error
+
+
+def sha256_bytes(content: bytes) -> str:
+    """Return the hexadecimal SHA-256 of `content`."""
+    return hashlib.sha256(content).hexdigest()
+
+
+def sha256_json(value: Any) -> str:
+    """Return the SHA-256 of a JSON value, independent of key order and spacing."""
+    text = json.dumps(value, sort_keys=True, ensure_ascii=True, separators=(",", ":"))
+    return sha256_bytes(text.encode())
+
+
+def sha256_file(path: str | os.PathLike[str]) -> str:
+    """Return the hexadecimal SHA-256 of a file's bytes, read in pieces of 1 MiB."""
+    digest = hashlib.sha256()
+    with open(path, "rb") as handle:
+        while piece := handle.read(1 << 20):
+            digest.update(piece)
+    return digest.hexdigest()

@@ -1,0 +1,103 @@
+"""Progress for people: a bar with rate and time left on a terminal, plain lines otherwise."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+_SECONDS_BETWEEN_LINES = 10.0
+
+
+class Progress:
+    """Counts units done and shows them. Use through `progress(...)`."""
+
+    def __init__(self, title: str, total: int | None, unit: str) -> None:
+        self.title, self.total, self.unit = title, total, unit
+        self.done = 0
+        self._started = self._shown = time.monotonic()
+
+    def advance(self, count: int = 1, note: str = "") -> None:
+        """Add `count` units; `note` is a short text shown behind the figures."""
+        self.done += count
+        now = time.monotonic()
+        if now - self._shown >= _SECONDS_BETWEEN_LINES:
+            self._shown = now
+            print(self._line(now, note), file=sys.stderr, flush=True)
+
+    def _line(self, now: float, note: str) -> str:
+        rate = self.done / max(now - self._started, 1e-9)
+        of = f"/{self.total:,}" if self.total is not None else ""
+        left = ""
+        if self.total is not None and self.done:
+            left = f", {_clock((self.total - self.done) / max(rate, 1e-9))} left"
+        return f"{self.title}: {self.done:,}{of} {self.unit}, {rate:,.1f}/s{left}{_behind(note)}"
+
+    def close(self) -> None:
+        """Say what was done in all."""
+        seconds = time.monotonic() - self._started
+        rate = self.done / max(seconds, 1e-9)
+        words = f"{self.title}: {self.done:,} {self.unit} in {_clock(seconds)}, {rate:,.1f}/s"
+        print(words, file=sys.stderr, flush=True)
+
+
+class _Bar(Progress):
+    """The same counts on a live terminal bar."""
+
+    def __init__(self, title: str, total: int | None, unit: str) -> None:
+        super().__init__(title, total, unit)
+        from rich import progress as rich_progress
+        from rich.console import Console
+
+        self._bar = rich_progress.Progress(
+            rich_progress.TextColumn("{task.description}"),
+            rich_progress.BarColumn(),
+            rich_progress.TextColumn("{task.completed:,.0f}/{task.total:,.0f} {task.fields[unit]}")
+            if total is not None
+            else rich_progress.TextColumn("{task.completed:,.0f} {task.fields[unit]}"),
+            rich_progress.TextColumn("{task.fields[rate]}"),
+            rich_progress.TimeRemainingColumn(),
+            rich_progress.TextColumn("{task.fields[note]}"),
+            console=Console(stderr=True),
+            transient=True,
+        )
+        self._task = self._bar.add_task(title, total=total, unit=unit, rate="", note="")
+        self._bar.start()
+
+    def advance(self, count: int = 1, note: str = "") -> None:
+        self.done += count
+        rate = self.done / max(time.monotonic() - self._started, 1e-9)
+        self._bar.update(self._task, completed=self.done, rate=f"{rate:,.1f}/s", note=note)
+
+    def close(self) -> None:
+        self._bar.stop()
+        super().close()
+
+
+@contextmanager
+def progress(title: str, total: int | None, unit: str, show: bool = True) -> Iterator[Progress]:
+    """Show progress of `total` units on stderr while the block runs; `show=False` keeps silent."""
+    if not show:
+        yield _Silent(title, total, unit)
+        return
+    shown = _Bar(title, total, unit) if sys.stderr.isatty() else Progress(title, total, unit)
+    try:
+        yield shown
+    finally:
+        shown.close()
+
+
+class _Silent(Progress):
+    def advance(self, count: int = 1, note: str = "") -> None:
+        self.done += count
+
+
+def _behind(note: str) -> str:
+    return f", {note}" if note else ""
+
+
+def _clock(seconds: float) -> str:
+    whole = int(round(max(seconds, 0)))
+    hours, rest = divmod(whole, 3600)
+    return f"{hours}:{rest // 60:02}:{rest % 60:02}" if hours else f"{rest // 60}:{rest % 60:02}"
