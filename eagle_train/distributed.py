@@ -70,4 +70,6 @@ def relaunch(processes: int, arguments: list[str]) -> int:
         return 130
     if code == 0:
         return 0
-    raise UserError(f"one of the {processes} processes failed (its message is above); nothing finished is lost")
+    raise UserError(
+        f"one of the {processes} processes failed (its message is above); nothing finished is lost"
+    )

@@ -98,6 +98,6 @@ def _behind(note: str) -> str:
 
 
 def _clock(seconds: float) -> str:
-    whole = int(round(max(seconds, 0)))
+    whole = round(max(seconds, 0))
     hours, rest = divmod(whole, 3600)
     return f"{hours}:{rest // 60:02}:{rest % 60:02}" if hours else f"{rest // 60}:{rest % 60:02}"

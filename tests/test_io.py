@@ -1,0 +1,80 @@
+"""Files are whole or not there, and their errors are sentences."""
+
+import errno
+import json
+import os
+
+import pytest
+import torch
+
+from eagle_train.errors import UserError, nearest
+from eagle_train.io import load_tensors, read_json, replacing, save_tensors, sha256_json, write_json
+
+
+def test_replacing_leaves_the_old_file_when_the_writer_fails(tmp_path):
+    path = tmp_path / "record.json"
+    write_json(path, {"a": 1})
+    with pytest.raises(RuntimeError), replacing(path) as temporary:
+        temporary.write_text("half")
+        raise RuntimeError
+    assert json.loads(path.read_text()) == {"a": 1}
+    assert os.listdir(tmp_path) == ["record.json"]
+
+
+def test_a_full_disk_is_a_sentence_and_leaves_nothing(tmp_path):
+    with pytest.raises(UserError, match=r"record: No space left on device \(the disk is full"):  # noqa: SIM117
+        with replacing(tmp_path / "record") as temporary:
+            temporary.write_text("half")
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
+def test_safetensors_on_a_full_disk_is_the_same_sentence(tmp_path, monkeypatch):
+    import safetensors.torch
+
+    def full(*args, **kwargs):
+        raise safetensors.SafetensorError(
+            "Error while serializing: I/O error: No space left on device (os error 28)"
+        )
+
+    monkeypatch.setattr(safetensors.torch, "save_file", full)
+    with pytest.raises(UserError, match="the disk is full"):
+        save_tensors(tmp_path / "a.safetensors", {"x": torch.zeros(2)})
+    assert os.listdir(tmp_path) == []
+
+
+def test_tensors_return_by_value_and_bytes_depend_on_content_only(tmp_path):
+    tensors = {"b": torch.arange(6).view(2, 3).t(), "a": torch.randn(3).bfloat16()}
+    save_tensors(tmp_path / "1", tensors, {"header": "{}"})
+    save_tensors(tmp_path / "2", dict(reversed(tensors.items())), {"header": "{}"})
+    read, metadata = load_tensors(tmp_path / "1")
+    assert metadata == {"header": "{}"}
+    assert all(torch.equal(read[name], tensors[name]) for name in tensors)
+    assert (tmp_path / "1").read_bytes() == (tmp_path / "2").read_bytes()
+
+
+def test_damaged_files_are_named(tmp_path):
+    (tmp_path / "cut.safetensors").write_bytes(b"\x10\0\0\0\0\0\0\0{")
+    with pytest.raises(UserError, match=r"cut\.safetensors: damaged or not safetensors"):
+        load_tensors(tmp_path / "cut.safetensors")
+    with pytest.raises(UserError, match="not found"):
+        load_tensors(tmp_path / "none")
+    (tmp_path / "cut.json").write_text('{"a": ')
+    with pytest.raises(UserError, match=r"cut\.json: not valid JSON .*make it again"):
+        read_json(tmp_path / "cut.json", "make it again")
+    (tmp_path / "list.json").write_text("[]")
+    with pytest.raises(UserError, match="holds a JSON list, wanted an object"):
+        read_json(tmp_path / "list.json", "x")
+    with pytest.raises(UserError, match=r"none\.json: not found; make it"):
+        read_json(tmp_path / "none.json", "make it")
+
+
+def test_user_error_is_one_line_and_nearest_names_help():
+    assert str(UserError("a\n  b")) == "a b"
+    assert nearest("optm", ["optim", "loss"]) == "; did you mean 'optim'?"
+    assert nearest("zzz", ["optim"]) == ""
+
+
+def test_sha256_json_ignores_key_order():
+    assert sha256_json({"a": 1, "b": 2}) == sha256_json({"b": 2, "a": 1}) != sha256_json({"a": 2, "b": 1})
