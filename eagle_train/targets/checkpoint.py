@@ -1,0 +1,189 @@
+"""What differs between checkpoint forms and model families, kept in one place."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from eagle_train.errors import UserError
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedModel
+
+
+def load_model(
+    target: str,
+    dtype: torch.dtype | None,
+    device: torch.device,
+    trust_remote_code: bool,
+    device_map: str | dict[str, Any] | None,
+) -> PreTrainedModel:
+    """Load a causal language model; `dtype` None means the default for its checkpoint and the device."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    where, source = _source(target)
+    arguments: dict[str, Any] = {**source, "trust_remote_code": trust_remote_code}
+    with _explained(target), _quiet():
+        if dtype is None:
+            config = AutoConfig.from_pretrained(where, **arguments)
+            dtype = default_dtype(config, device, is_gguf=bool(source))
+        if device_map is not None:
+            arguments["device_map"] = device_map
+        if source:
+            arguments.update(_gguf_arguments())
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            where, dtype=dtype, output_loading_info=True, **arguments
+        )
+    model, report = loaded
+    _refuse_incomplete(target, report)
+    if device_map is None:
+        return model.to(device)
+    _say_spilled(model)
+    return model
+
+
+def _source(target: str) -> tuple[str, dict[str, Any]]:
+    """Split `target` into the place to load from and the extra arguments that a .gguf file needs."""
+    path = Path(target)
+    if target.endswith(".gguf"):
+        if not path.is_file():
+            raise UserError(f"{target}: no such file; wanted a .gguf file, a directory or a hub id")
+        return str(path.parent), {"gguf_file": path.name}
+    if path.is_dir() and not (path / "config.json").is_file():
+        raise UserError(f"{target}: holds no config.json; wanted a model directory in Hugging Face form")
+    if not path.is_dir() and (path.is_file() or target.startswith((".", "/", "~")) or target.count("/") > 1):
+        raise UserError(f"{target}: no such directory; wanted a model directory, a .gguf file or a hub id")
+    return target, {}
+
+
+def _gguf_arguments() -> dict[str, Any]:
+    try:
+        from transformers import GgufConfig
+    except ImportError:  # before it existed, .gguf files were always dequantised
+        return {}
+    return {"quantization_config": GgufConfig(dequantize=True)}
+
+
+def default_dtype(config: PretrainedConfig, device: torch.device, is_gguf: bool) -> torch.dtype:
+    """Return bf16 for a half-precision checkpoint on a device that computes in bf16, else fp32."""
+    stored = getattr(config.get_text_config(), "dtype", None) or getattr(config, "dtype", None)
+    half = is_gguf or str(stored).removeprefix("torch.") in ("bfloat16", "float16")
+    return torch.bfloat16 if half and computes_in_bf16(device) else torch.float32
+
+
+def computes_in_bf16(device: torch.device) -> bool:
+    """True where bf16 products run in hardware rather than in emulation."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_capability(device) >= (8, 0)
+    if device.type == "cpu":
+        flags = _cpu_flags()
+        return "avx512_bf16" in flags or "amx_bf16" in flags or "bf16" in flags
+    return False
+
+
+def _cpu_flags() -> set[str]:
+    """The processor's features as Linux names them; empty elsewhere."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return set()
+    return {flag for line in lines if line.lower().startswith(("flags", "features")) for flag in line.split()}
+
+
+def output_scale(config: PretrainedConfig) -> tuple[float, float | None]:
+    """Return (factor on the logits, soft cap or None): Cohere multiplies, Granite divides, Gemma caps."""
+    scale = 1.0
+    for name, value in (
+        ("logit_scale", getattr(config, "logit_scale", None)),
+        ("lm_head_multiplier", getattr(config, "lm_head_multiplier", None)),
+    ):
+        if value is not None:
+            scale *= _number(name, value)
+    divisor = getattr(config, "logits_scaling", None)
+    if divisor is not None:
+        scale /= _number("logits_scaling", divisor)
+    softcap = getattr(config, "final_logit_softcapping", None)
+    return scale, None if softcap is None else float(softcap)
+
+
+def _number(name: str, value: Any) -> float:
+    if not isinstance(value, int | float):
+        raise UserError(f"the target's config: {name} is {value!r}, wanted a number")
+    return float(value)
+
+
+def plain_config(config: PretrainedConfig) -> dict[str, Any]:
+    """Return the config as plain JSON values."""
+    return json.loads(json.dumps(config.to_dict(), default=str))
+
+
+def dense(weight: Tensor) -> Tensor:
+    """Return a weight as an ordinary tensor, dequantised where it is stored in blocks."""
+    weight = weight.detach()
+    return weight.dequantize() if type(weight) not in (Tensor, torch.nn.Parameter) else weight
+
+
+def _refuse_incomplete(target: str, report: Any) -> None:
+    missing = sorted(_field(report, "missing_keys"))
+    if missing:
+        some = ", ".join(missing[:3]) + (" ..." if len(missing) > 3 else "")
+        raise UserError(
+            f"{target}: the checkpoint lacks {len(missing)} of the model's tensors ({some}); fetch it again"
+        )
+    if wrong := _field(report, "mismatched_keys"):
+        raise UserError(
+            f"{target}: tensors of another shape than the config says: {sorted(map(str, wrong))[:3]}"
+        )
+
+
+def _field(report: Any, name: str) -> Any:
+    return (report.get(name) if isinstance(report, dict) else getattr(report, name, None)) or ()
+
+
+def _say_spilled(model: PreTrainedModel) -> None:
+    """Layers that device_map put on the CPU or the disk make everything slow: say so."""
+    places = {str(place) for place in (getattr(model, "hf_device_map", None) or {}).values()}
+    spilled = sorted(places & {"cpu", "disk"})
+    if spilled and places - {"cpu", "disk"}:
+        words = (
+            f"note: device_map put some layers of the target on {' and '.join(spilled)}; expect it to be slow"
+        )
+        print(words, file=sys.stderr)
+
+
+@contextlib.contextmanager
+def _explained(target: str) -> Iterator[None]:
+    """Turn what loading can raise into one sentence."""
+    from safetensors import SafetensorError
+
+    try:
+        yield
+    except SafetensorError as error:
+        raise UserError(f"{target}: a weight file is damaged ({error}); fetch it again") from error
+    except (OSError, ValueError, KeyError, ImportError, RuntimeError) as error:
+        reason = str(error).strip().split("\n")[0] or type(error).__name__
+        raise UserError(f"{target}: could not be loaded as a causal language model: {reason}") from error
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep transformers' bars and warnings off the terminal while loading."""
+    from transformers.utils import logging
+
+    verbosity = logging.get_verbosity()
+    bars = logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(verbosity)
+        if bars:
+            logging.enable_progress_bar()

@@ -1,0 +1,232 @@
+"""Loading the frozen target: a hub id, a directory or a .gguf file, in the dtype it will be served in."""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from eagle_train import distributed
+from eagle_train.errors import UserError, nearest
+from eagle_train.shards.frozen_target import FrozenTarget
+from eagle_train.targets import checkpoint
+from eagle_train.targets.fingerprint import weights_fingerprint
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+_LONG_NAMES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
+
+
+@dataclass
+class Target:
+    """The frozen target model, its text config, and the few things that differ between families."""
+
+    name: str  # as the user gave it
+    revision: str | None  # commit of a hub repository
+    model: PreTrainedModel
+    trust_remote_code: bool = False
+
+    @cached_property
+    def config(self) -> PretrainedConfig:
+        """The text config."""
+        return self.model.config.get_text_config()
+
+    @cached_property
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        """The target's tokenizer, loaded when first asked for."""
+        from eagle_train.data.tokenizer import load_tokenizer
+
+        return load_tokenizer(self.name, trust_remote_code=self.trust_remote_code)
+
+    @cached_property
+    def body(self) -> nn.Module:
+        """The decoder without its lm_head."""
+        return self.model.get_decoder()
+
+    @cached_property
+    def layers(self) -> nn.ModuleList:
+        """The decoder layers, in order."""
+        for module in self.body.modules():
+            if isinstance(module, nn.ModuleList) and len(module) == self.num_layers:
+                return module
+        raise UserError(
+            f"{self.name}: found no list of {self.num_layers} decoder layers in {type(self.body).__name__}; "
+            "eagle needs a decoder-only language model"
+        )
+
+    @property
+    def num_layers(self) -> int:
+        """n."""
+        return int(self.config.num_hidden_layers)
+
+    @property
+    def hidden_size(self) -> int:
+        """H."""
+        return int(self.config.hidden_size)
+
+    @property
+    def vocab_size(self) -> int:
+        """V, the number of logits (padding rows of the lm_head included)."""
+        return int(self.lm_head.weight.shape[0])
+
+    @cached_property
+    def lm_head(self) -> Any:
+        """The output embedding module."""
+        head: Any = self.model.get_output_embeddings()
+        if head is None or not hasattr(head, "weight"):
+            raise UserError(f"{self.name}: {type(self.model).__name__} has no lm_head; wanted a causal model")
+        return head
+
+    @property
+    def device(self) -> torch.device:
+        """Where token ids go."""
+        return self.embedding.device
+
+    @cached_property
+    def embedding(self) -> Tensor:
+        """The input embedding's weight, [V, H]."""
+        module: Any = self.model.get_input_embeddings()
+        return module.weight
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the weights."""
+        return self.model.dtype
+
+    @cached_property
+    def eos_ids(self) -> tuple[int, ...]:
+        """All token ids that end an answer: generation config first, then the config, without doubles."""
+        found: list[int] = []
+        generation = getattr(self.model, "generation_config", None)
+        for source in (generation, self.config):
+            value = getattr(source, "eos_token_id", None)
+            found += value if isinstance(value, list) else [] if value is None else [value]
+        return tuple(dict.fromkeys(int(i) for i in found))
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """16 hex digits of the weights, the same in fp32, bf16 and across checkpoint layouts."""
+        return weights_fingerprint(self.model, self.config)
+
+    @cached_property
+    def output_scale(self) -> tuple[float, float | None]:
+        """(factor on the logits, soft cap or None) as the family's config names them."""
+        return checkpoint.output_scale(self.config)
+
+    @cached_property
+    def _cache_argument(self) -> str:
+        """transformers renamed ``past_key_values`` to ``cache``: the one place that knows."""
+        names = inspect.signature(self.body.forward).parameters
+        return "cache" if "cache" in names else "past_key_values"
+
+    def run_body(
+        self,
+        input_ids: Tensor,
+        *,
+        position_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        cache: Any = None,
+    ) -> Tensor:
+        """Run the decoder on int64 [B, T] and return the final states after the norm, [B, T, H].
+
+        `cache` (a transformers Cache) is extended in place. No lm_head is run.
+        """
+        given = {"position_ids": position_ids, "attention_mask": attention_mask, self._cache_argument: cache}
+        arguments = {name: value for name, value in given.items() if value is not None}
+        output = self.body(input_ids=input_ids, use_cache=cache is not None, return_dict=True, **arguments)
+        return output.last_hidden_state
+
+    def logits(self, last: Tensor) -> Tensor:
+        """Return the model's own logits [..., V] of final states [..., H], in the model's dtype."""
+        scale, softcap = self.output_scale
+        logits = self.lm_head(last.to(self.lm_head.weight.device))
+        if scale != 1.0:
+            logits = logits * scale
+        if softcap is not None:
+            logits = torch.tanh(logits / softcap) * softcap
+        return logits
+
+    def frozen(self) -> FrozenTarget:
+        """Return embedding and output map, sharing memory with the model."""
+        scale, softcap = self.output_scale
+        embedding = checkpoint.dense(self.embedding)
+        weight = checkpoint.dense(self.lm_head.weight)
+        bias = getattr(self.lm_head, "bias", None)
+        return FrozenTarget(
+            embedding=embedding,
+            lm_head=weight.to(embedding.device),
+            bias=None if bias is None else bias.detach().to(embedding.device),
+            logit_scale=scale,
+            softcap=softcap,
+            config=checkpoint.plain_config(self.config),
+            target=self.identity(),
+        )
+
+    def identity(self) -> dict[str, Any]:
+        """What shards and heads record of the target they were made from."""
+        return {
+            "name": self.name,
+            "revision": self.revision,
+            "fingerprint": self.fingerprint,
+            "dtype": dtype_name(self.dtype),
+        }
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return ``fp32``, ``bf16`` or ``fp16``, or torch's own name for others."""
+    long = str(dtype).removeprefix("torch.")
+    return _LONG_NAMES.get(long, long)
+
+
+def parse_dtype(dtype: str | torch.dtype) -> torch.dtype | None:
+    """Return a torch dtype for fp32, bf16, fp16 (long names too), None for ``auto``."""
+    if isinstance(dtype, torch.dtype):
+        return dtype
+    name = _LONG_NAMES.get(dtype, dtype)
+    if name == "auto":
+        return None
+    if name not in DTYPES:
+        raise UserError(
+            f"dtype {dtype}: wanted auto, fp32, bf16 or fp16{nearest(dtype, [*DTYPES, *_LONG_NAMES, 'auto'])}"
+        )
+    return DTYPES[name]
+
+
+def default_device() -> torch.device:
+    """Return this rank's GPU where there is one, else the CPU."""
+    if torch.cuda.is_available():
+        return torch.device("cuda", distributed.local_rank() % torch.cuda.device_count())
+    return torch.device("cpu")
+
+
+def load_target(
+    target: str | Path,
+    *,
+    dtype: str | torch.dtype = "auto",
+    device: str | torch.device | None = None,
+    trust_remote_code: bool = False,
+    device_map: str | dict[str, Any] | None = None,
+) -> Target:
+    """Load the frozen target for inference.
+
+    `target` is a hub id, a directory in Hugging Face form, or a ``.gguf`` file (dequantised).
+    ``dtype="auto"`` is bf16 for a checkpoint in half precision (or .gguf) where the device computes in
+    bf16, else fp32. `device` defaults to this rank's GPU, else the CPU; `device_map` (for example
+    ``"auto"``) spreads a model over devices instead. Raises UserError, naming the target, when it can't
+    be found, is incomplete or damaged, or isn't a causal language model.
+    """
+    wanted = parse_dtype(dtype)
+    place = torch.device(device) if device is not None else default_device()
+    if place.type == "cuda" and not torch.cuda.is_available():
+        raise UserError(f"device {place}: no CUDA device is visible; use --device cpu")
+    model = checkpoint.load_model(str(target), wanted, place, trust_remote_code, device_map)
+    model.eval().requires_grad_(False)
+    revision = getattr(model.config, "_commit_hash", None)
+    return Target(str(target), revision, model, trust_remote_code)
