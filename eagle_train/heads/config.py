@@ -1,0 +1,266 @@
+"""What a head is, as one frozen record, and its config.json in the layout that serving engines read."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from eagle_train.errors import UserError, nearest
+
+KINDS = ("eagle1", "eagle3")
+_ARCHITECTURES = {"eagle1": "LlamaForCausalLMEagle", "eagle3": "LlamaForCausalLMEagle3"}
+_OWN = ("kind", "feature_layers", "target", "fc_bias")  # written under the key below, no engine reads them
+_OWN_KEY = "eagle_train"
+
+
+@dataclass(frozen=True)
+class HeadConfig:
+    """Sizes and switches of a draft head.
+
+    `feature_layers` are ids in the hs convention: hs[k] is the residual stream entering target layer
+    k. An EAGLE-3 head read from a foreign directory may hold none; then `layers_for` gives what both
+    engines take. The head's embedding is the target's, so `hidden_size` is the target's embedding
+    width; `target_hidden_size` is the width of one captured layer where that differs.
+    """
+
+    kind: str
+    hidden_size: int
+    intermediate_size: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    vocab_size: int
+    draft_vocab_size: int
+    max_position_embeddings: int
+    rope_parameters: dict[str, Any] = field(hash=False)
+    feature_layers: tuple[int, ...] = ()
+    num_hidden_layers: int = 1
+    target_hidden_size: int | None = None
+    rms_norm_eps: float = 1e-6
+    hidden_act: str = "silu"
+    fc_norm: bool = False  # an RMSNorm on each captured layer before fc (EAGLE-3.1)
+    norm_output: bool = False  # feed the normed output to the next step (EAGLE-3.1)
+    fc_bias: bool = False
+    attention_bias: bool = False
+    dtype: str = "float32"
+    target: str = ""
+
+    def __post_init__(self) -> None:
+        if self.kind not in KINDS:
+            raise UserError(f"head: kind '{self.kind}', wanted one of {', '.join(KINDS)}")
+        if self.hidden_act != "silu":
+            raise UserError(f"head: hidden_act '{self.hidden_act}'; serving engines compute only silu")
+        if self.num_attention_heads % self.num_key_value_heads:
+            raise UserError(
+                f"head: {self.num_attention_heads} attention heads cannot share "
+                f"{self.num_key_value_heads} key-value heads; wanted a divisor"
+            )
+        if not 1 <= self.draft_vocab_size <= self.vocab_size:
+            raise UserError(
+                f"head: draft_vocab_size {self.draft_vocab_size}, wanted 1 to the target's {self.vocab_size}"
+            )
+        if self.num_hidden_layers < 1:
+            raise UserError(f"head: num_hidden_layers {self.num_hidden_layers}, wanted 1 or more")
+        if self.kind == "eagle1":
+            self._check_eagle1()
+        elif self.feature_layers and list(self.feature_layers) != sorted(set(self.feature_layers)):
+            raise UserError(f"head: feature_layers {self.feature_layers}, wanted distinct ids, low to high")
+        if any(k < 0 for k in self.feature_layers):
+            raise UserError(f"head: feature_layers {self.feature_layers}, wanted ids of 0 or more")
+
+    def _check_eagle1(self) -> None:
+        if self.draft_vocab_size != self.vocab_size:
+            raise UserError(
+                "head: an eagle1 head uses the target's lm_head; draft_vocab_size must be left out"
+            )
+        if self.fc_norm or self.norm_output or self.feature_layers or self.target_hidden_size is not None:
+            raise UserError(
+                "head: fc_norm, norm_output, feature_layers and target_hidden_size belong to eagle3 heads"
+            )
+
+    @property
+    def feature_width(self) -> int:
+        """F, the width of one row of features: captured layers side by side, or H for eagle1."""
+        if self.kind == "eagle1":
+            return self.hidden_size
+        return self.num_features * (self.target_hidden_size or self.hidden_size)
+
+    @property
+    def num_features(self) -> int:
+        """Number of captured layers; three where a foreign eagle3 config names none."""
+        return len(self.feature_layers) or (3 if self.kind == "eagle3" else 1)
+
+    @property
+    def reduced_vocabulary(self) -> bool:
+        return self.draft_vocab_size < self.vocab_size
+
+    def layers_for(self, num_target_layers: int) -> tuple[int, ...]:
+        """Return the captured layers (hs ids) on a target of that depth. Raises UserError if impossible."""
+        if self.kind == "eagle1":
+            return ()
+        layers = self.feature_layers or default_layers(num_target_layers)
+        if max(layers) > num_target_layers:
+            raise UserError(
+                f"head: feature_layers {layers}, but the target has {num_target_layers} layers; "
+                "is it the head's own target?"
+            )
+        return layers
+
+    @classmethod
+    def for_target(cls, target_config: Mapping[str, Any], kind: str, **overrides: Any) -> HeadConfig:
+        """Return the head that fits a target, given the target's Hugging Face (text) config as a dict.
+
+        RoPE, head_dim, key-value heads and the norm's epsilon come from the target; any field may be
+        overridden. Raises UserError for an unknown override and where the target is too shallow for
+        the default layers.
+        """
+        known = {entry.name for entry in dataclasses.fields(cls)}
+        for name in overrides:
+            if name not in known:
+                raise UserError(f"head: unknown setting '{name}'{nearest(name, known)}")
+        hidden, heads = target_config["hidden_size"], target_config["num_attention_heads"]
+        depth = target_config["num_hidden_layers"]
+        values: dict[str, Any] = {
+            "kind": kind,
+            "hidden_size": hidden,
+            "intermediate_size": target_config["intermediate_size"],
+            "num_attention_heads": heads,
+            "num_key_value_heads": target_config.get("num_key_value_heads") or heads,
+            "head_dim": target_config.get("head_dim") or hidden // heads,
+            "vocab_size": target_config["vocab_size"],
+            "draft_vocab_size": target_config["vocab_size"],
+            "max_position_embeddings": target_config.get("max_position_embeddings", 2048),
+            "rope_parameters": rope_of(target_config),
+            "rms_norm_eps": target_config.get("rms_norm_eps", 1e-6),
+        }
+        values.update({name: value for name, value in overrides.items() if value is not None})
+        if kind == "eagle3" and not values.get("feature_layers"):
+            values["feature_layers"] = default_layers(depth)
+        values["feature_layers"] = tuple(values.get("feature_layers", ()))
+        config = cls(**values)
+        config.layers_for(depth)
+        return config
+
+    def to_json(self) -> dict[str, Any]:
+        """Return config.json: for eagle3 the layout that vLLM and SGLang both load."""
+        rope = dict(self.rope_parameters)
+        scaling = {key: value for key, value in rope.items() if key != "rope_theta"}
+        value: dict[str, Any] = {
+            "architectures": [_ARCHITECTURES[self.kind]],
+            "model_type": "llama",
+            "hidden_size": self.hidden_size,
+            "intermediate_size": self.intermediate_size,
+            "num_hidden_layers": self.num_hidden_layers,
+            "num_attention_heads": self.num_attention_heads,
+            "num_key_value_heads": self.num_key_value_heads,
+            "head_dim": self.head_dim,
+            "vocab_size": self.vocab_size,
+            "draft_vocab_size": self.draft_vocab_size,
+            "rms_norm_eps": self.rms_norm_eps,
+            "hidden_act": self.hidden_act,
+            "attention_bias": self.attention_bias,
+            "mlp_bias": False,
+            "tie_word_embeddings": False,
+            "max_position_embeddings": self.max_position_embeddings,
+            "rope_theta": rope["rope_theta"],
+            "rope_scaling": None if rope["rope_type"] == "default" else scaling,
+            "rope_parameters": rope,
+            "torch_dtype": self.dtype,
+            "dtype": self.dtype,
+        }
+        if self.kind == "eagle3":
+            value |= self._eagle3_keys()
+        value[_OWN_KEY] = {
+            name: list(entry) if isinstance(entry := getattr(self, name), tuple) else entry for name in _OWN
+        }
+        return value
+
+    def _eagle3_keys(self) -> dict[str, Any]:
+        """Layer ids in both conventions: vLLM's v captures hs[v], SGLang's v captures hs[v+1]."""
+        layers = list(self.feature_layers)
+        value: dict[str, Any] = {"fc_norm": self.fc_norm, "norm_output": self.norm_output}
+        if self.target_hidden_size is not None and self.target_hidden_size != self.hidden_size:
+            value["target_hidden_size"] = self.target_hidden_size
+        if layers:
+            value["eagle_aux_hidden_state_layer_ids"] = layers
+            value["num_aux_hidden_states"] = len(layers)
+            value["eagle_config"] = {"use_aux_hidden_state": True}
+            if layers[0] >= 1:  # hs[0] cannot be said in SGLang's ids
+                value["eagle_config"]["eagle_aux_hidden_state_layer_ids"] = [k - 1 for k in layers]
+        return value
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any], where: str = "config.json") -> HeadConfig:
+        """Read a head's config.json, this project's or another's. Raises UserError for missing keys."""
+        own = value.get(_OWN_KEY) or {}
+        architectures = " ".join(value.get("architectures") or ())
+        eagle3 = "Eagle3" in architectures or "fc_norm" in value
+        kind = own.get("kind") or ("eagle3" if eagle3 else "eagle1")
+        wanted = ("hidden_size", "intermediate_size", "num_attention_heads", "vocab_size")
+        if missing := [name for name in wanted if value.get(name) is None]:
+            raise UserError(f"{where}: lacks {', '.join(missing)}; is this a draft head's config.json?")
+        heads = value["num_attention_heads"]
+        vocabulary = value["vocab_size"]
+        values = {
+            "kind": kind,
+            "hidden_size": value["hidden_size"],
+            "intermediate_size": value["intermediate_size"],
+            "num_attention_heads": heads,
+            "num_key_value_heads": value.get("num_key_value_heads") or heads,
+            "head_dim": value.get("head_dim") or value["hidden_size"] // heads,
+            "vocab_size": vocabulary,
+            "draft_vocab_size": (value.get("draft_vocab_size") or vocabulary)
+            if kind == "eagle3"
+            else vocabulary,
+            "max_position_embeddings": value.get("max_position_embeddings", 2048),
+            "rope_parameters": rope_of(value),
+            "num_hidden_layers": value.get("num_hidden_layers", 1),
+            "rms_norm_eps": value.get("rms_norm_eps", 1e-6),
+            "hidden_act": value.get("hidden_act", "silu"),
+            "attention_bias": bool(value.get("attention_bias", False)),
+            "dtype": value.get("dtype") or value.get("torch_dtype") or "float32",
+            "target": own.get("target", ""),
+            "fc_bias": bool(own.get("fc_bias", value.get("bias", False))),
+        }
+        if kind == "eagle3":
+            nested = value.get("eagle_config") or {}
+            layers = own.get("feature_layers") or value.get("eagle_aux_hidden_state_layer_ids")
+            values["feature_layers"] = tuple(layers or nested.get("eagle_aux_hidden_state_layer_ids") or ())
+            values["fc_norm"] = bool(value.get("fc_norm", False))
+            values["norm_output"] = bool(value.get("norm_output", False))
+            values["target_hidden_size"] = value.get("target_hidden_size")
+        return cls(**values)
+
+
+def default_layers(num_target_layers: int) -> tuple[int, ...]:
+    """Return (2, n//2, n-3), the layers EAGLE-3 captures; UserError for n < 7, where they coincide."""
+    n = num_target_layers
+    if n < 7:
+        raise UserError(
+            f"target has {n} layers: the default layers 2, n//2, n-3 need 7 or more; give layer ids"
+        )
+    return (2, n // 2, n - 3)
+
+
+def rope_of(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return RoPE settings as one flat dict with rope_type and rope_theta, from old or new configs.
+
+    Targets with settings per attention kind give those of full attention. A partial rotation is
+    dropped: the head's own layer rotates whole heads, as engines do.
+    """
+    rope = dict(config.get("rope_parameters") or {})
+    if "full_attention" in rope:
+        rope = dict(rope["full_attention"])
+    if not rope:
+        rope = dict(config.get("rope_scaling") or {})
+    rope["rope_type"] = rope.get("rope_type") or rope.pop("type", None) or "default"
+    rope.setdefault("rope_theta", config.get("rope_theta") or 10000.0)
+    for key in ("type", "partial_rotary_factor", "mrope_section"):
+        rope.pop(key, None)
+    if rope["rope_type"] == "longrope" and "original_max_position_embeddings" not in rope:
+        rope["original_max_position_embeddings"] = config["original_max_position_embeddings"]
+    if rope["rope_type"] == "mrope":  # text-only positions: the three sections agree
+        rope["rope_type"] = "default"
+    return rope

@@ -1,0 +1,105 @@
+"""A head as a directory: config.json + model.safetensors under the names that engines load."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from eagle_train.errors import UserError
+from eagle_train.heads.config import HeadConfig
+from eagle_train.heads.draft_vocab import from_offsets, to_offsets
+from eagle_train.heads.eagle1 import Eagle1Head
+from eagle_train.heads.eagle3 import Eagle3Head
+from eagle_train.io import load_tensors, make_folder, read_json, save_tensors, write_json
+
+Head = Eagle1Head | Eagle3Head
+CONFIG, WEIGHTS = "config.json", "model.safetensors"
+
+
+def build_head(config: HeadConfig, draft_ids: Tensor | None = None) -> Head:
+    """Return a head with torch's default random weights; `draft_ids` [D] for a reduced vocabulary."""
+    return Eagle1Head(config) if config.kind == "eagle1" else Eagle3Head(config, draft_ids)
+
+
+def head_tensors(head: Head, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
+    """Return the head's tensors under their names on disk, floats in `dtype` where given.
+
+    A reduced vocabulary adds d2t and t2d; an unreduced one has neither (vLLM refuses them then).
+    """
+    tensors = {name: value.detach() for name, value in head.named_parameters()}
+    if dtype is not None:
+        tensors = {name: value.to(dtype) for name, value in tensors.items()}
+    if head.config.reduced_vocabulary:
+        tensors |= {"d2t": to_offsets(head.draft_ids), "t2d": head.in_draft}
+    return tensors
+
+
+def save_head(head: Head, folder: str | os.PathLike[str], dtype: torch.dtype | None = None) -> HeadConfig:
+    """Write the head to `folder`, config last; return the config written, whose dtype is that of the file."""
+    stored = dtype or next(head.parameters()).dtype
+    config = replace(head.config, dtype=str(stored).removeprefix("torch."))
+    path = make_folder(folder)
+    save_tensors(path / WEIGHTS, head_tensors(head, dtype), {"format": "pt"})
+    write_json(path / CONFIG, config.to_json())
+    return config
+
+
+def load_config(folder: str | os.PathLike[str]) -> HeadConfig:
+    """Read a head directory's config.json alone. Raises UserError."""
+    path = Path(folder) / CONFIG
+    return HeadConfig.from_json(
+        read_json(path, "give a head directory written by eagle train or export"), str(path)
+    )
+
+
+def load_head(folder: str | os.PathLike[str]) -> Head:
+    """Read a head as it was stored (its dtype too).
+
+    Strict: UserError names every tensor that is missing, unexpected or misshapen, because engines
+    load such files without a word and serve at an acceptance length of 1.
+    """
+    config = load_config(folder)
+    path = Path(folder) / WEIGHTS
+    stored, _ = load_tensors(path)
+    draft_ids = _draft_ids(stored, config, str(path))
+    with torch.device("meta"):
+        head = build_head(config, draft_ids if draft_ids is None else draft_ids.to("meta"))
+    _check(stored, dict(head.named_parameters()), str(path))
+    head = build_head(config, draft_ids)
+    head.to(next(iter(stored.values())).dtype if stored else None)
+    head.load_state_dict(stored, strict=False)
+    return head
+
+
+def _draft_ids(stored: dict[str, Tensor], config: HeadConfig, where: str) -> Tensor | None:
+    """Take the vocabulary maps out of `stored`."""
+    if not config.reduced_vocabulary:
+        return None
+    if "d2t" not in stored or len(stored["d2t"]) != config.draft_vocab_size:
+        raise UserError(
+            f"{where}: wanted d2t with {config.draft_vocab_size} entries, found {_shape(stored.get('d2t'))}"
+        )
+    t2d = stored.pop("t2d", None)
+    if t2d is None or len(t2d) != config.vocab_size:
+        raise UserError(f"{where}: wanted t2d with {config.vocab_size} entries, found {_shape(t2d)}")
+    return from_offsets(stored.pop("d2t"), t2d, config.vocab_size, where)
+
+
+def _check(stored: dict[str, Tensor], wanted: dict[str, torch.nn.Parameter], where: str) -> None:
+    faults = [f"missing {name}" for name in wanted if name not in stored]
+    faults += [f"unexpected {name}" for name in stored if name not in wanted]
+    faults += [
+        f"{name} is {_shape(stored[name])}, wanted {_shape(value)}"
+        for name, value in wanted.items()
+        if name in stored and stored[name].shape != value.shape
+    ]
+    if faults:
+        raise UserError(f"{where}: not this head's weights: {'; '.join(faults)}")
+
+
+def _shape(tensor: Tensor | None) -> str:
+    return "nothing" if tensor is None else str(list(tensor.shape))
