@@ -1,0 +1,112 @@
+"""Recipes are strict, and every built-in one loads."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from importlib.resources import files
+from pathlib import Path
+
+import pytest
+
+from eagle_train.config import Recipe, load_recipe, recipe_from_dict, recipe_names
+from eagle_train.errors import UserError
+
+
+def refused(name: str | Path, *overrides: str) -> str:
+    with pytest.raises(UserError) as caught:
+        load_recipe(name, overrides)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def test_the_built_in_recipes_are_the_promised_ones():
+    assert recipe_names() == [
+        "eagle1",
+        "eagle1-vicuna-7b",
+        "eagle3",
+        "eagle3-llama3.1-8b",
+        "eagle3-llama3.3-70b",
+        "eagle3-qwen3-8b",
+        "eagle3-smollm2",
+        "eagle3-tiny",
+    ]
+
+
+@pytest.mark.parametrize("name", recipe_names())
+def test_built_in_recipe_loads_survives_yaml_and_opens_with_its_story(name, tmp_path):
+    recipe = load_recipe(name)
+    (tmp_path / f"{name}.yaml").write_text(recipe.to_yaml())
+    assert load_recipe(tmp_path / f"{name}.yaml") == recipe
+    assert recipe.head.kind == ("eagle1" if name.startswith("eagle1") else "eagle3")
+    lines = (files("eagle_recipes") / f"{name}.yaml").read_text().splitlines()
+    header = "\n".join(itertools.takewhile(lambda line: line.startswith("#"), lines))
+    assert "# Reproduces:" in header
+    assert f"--recipe {name} " in header
+    assert "# Cost and result:" in header
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_deepspeed_files_are_valid(stage):
+    value = json.loads((files("eagle_recipes") / f"deepspeed/zero{stage}.json").read_text())
+    assert value["zero_optimization"]["stage"] == stage
+
+
+def test_extends_overrides_only_what_it_names(tmp_path):
+    (tmp_path / "base.yaml").write_text("extends: eagle3\noptim: {lr: 1e-4}\n")
+    (tmp_path / "mine.yaml").write_text("extends: base.yaml\nloss: {ttt_steps: 5}\n")
+    recipe = load_recipe(tmp_path / "mine.yaml", ["run.epochs=3", "head.layer_ids=[1, 2, 4]"])
+    assert (recipe.optim.lr, recipe.loss.ttt_steps, recipe.loss.step_decay) == (1e-4, 5, 0.8)
+    assert (recipe.run.epochs, recipe.head.layer_ids, recipe.name) == (3, (1, 2, 4), "mine")
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("optim.lrr=1e-4", "unknown key 'optim.lrr'; did you mean 'lr'?"),
+        ("optm.lr=1e-4", "unknown section 'optm'"),
+        ("optm.lr=1e-4", "did you mean 'optim'?"),
+        ("optim.lr=fast", "recipe eagle3: optim.lr: got 'fast', wanted a number"),
+        ("optim.lr", "wanted SECTION.KEY=VALUE"),
+        ("optim.name=adamm", "got 'adamm', wanted adamw or muon; did you mean 'adamw'?"),
+        ("run.epochs=1.5", "run.epochs: got 1.5 (float), wanted a whole number"),
+        ("run.epochs=true", "run.epochs: got True (bool), wanted a whole number"),
+        ("head.fc_norm=1", "head.fc_norm: got 1 (int), wanted true or false"),
+        ("optim.betas=[0.9]", "optim.betas: got [0.9], wanted a list of 2"),
+        ("run.steps=10", "more than one of epochs, steps, tokens"),
+        ("run.epochs=null", "no end; set one of"),
+        ("data.rows_per_step=4", "exactly one of tokens_per_step and rows_per_step"),
+        ("head.kind=eagle1", "kind eagle1 has no fc_norm"),
+        ("optim.lr=0", "learning rates must be above 0"),
+        ("optim.lr=nan", "optim.lr: got nan, wanted a number of 0 or more"),
+        ("run.eval_every=0", "run.eval_every: got 0, wanted 1 or more"),
+        ("data.held_out=2.5", "data.held_out: got 2.5, wanted a share below 1 or a whole number"),
+        ("optim.lr=[", "--set optim.lr=[: not valid YAML"),
+    ],
+)
+def test_a_wrong_setting_is_one_line_naming_what_is_wanted(override, words):
+    assert words in refused("eagle3", override)
+
+
+def test_files_are_refused_by_name_and_key(tmp_path):
+    bad = tmp_path / "bad.yaml"
+    bad.write_text("optim:\n  learning_rate: 1\n")
+    assert f"{bad.resolve()}: unknown key 'optim.learning_rate'" in refused(bad)
+    bad.write_text("- 1\n")
+    assert "holds a list, wanted sections" in refused(bad)
+    bad.write_text("optim: 3\n")
+    assert "optim: got 3, wanted keys and values" in refused(bad)
+    bad.write_text("extends: bad.yaml\n")
+    assert "extends itself" in refused(bad)
+    assert "did you mean 'eagle3'" in refused("eagel3")
+    assert "recipe 'none.yaml': no such file" in refused("none.yaml")
+
+
+def test_numbers_without_a_dot_are_numbers():
+    assert load_recipe("eagle3", ["optim.lr=1e-4"]).optim.lr == 1e-4
+
+
+def test_dicts_round_trip():
+    recipe = load_recipe("eagle3-smollm2")
+    assert recipe_from_dict(recipe.to_dict(), recipe.name) == recipe
+    assert isinstance(recipe, Recipe)
