@@ -1,0 +1,92 @@
+"""Which law a token is drawn from, and where the randomness comes from."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from eagle_train.errors import UserError
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """Temperature, top-k and top-p, applied in this order. Temperature 0 is greedy; top_k 0 keeps all."""
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.temperature < float("inf"):
+            raise UserError(f"temperature: got {self.temperature}, wanted 0 (greedy) or more")
+        if self.top_k < 0:
+            raise UserError(f"top-k: got {self.top_k}, wanted 0 (off) or more")
+        if not 0 <= self.top_p <= 1:
+            raise UserError(f"top-p: got {self.top_p}, wanted a number from 0 to 1")
+
+    @property
+    def greedy(self) -> bool:
+        """True when every token is the most probable one."""
+        return self.temperature == 0
+
+
+def distribution(logits: Tensor, sampling: Sampling) -> Tensor:
+    """Return the law of the next token, float [.., V], after temperature, top-k and top-p.
+
+    Works on any leading shape, one-dimensional logits included. At least one token always stays, so a top_p
+    near 0 is greedy. float64 logits stay float64, all others give float32. Ties at the k-th value stay, as
+    in transformers.
+    """
+    logits = logits if logits.dtype == torch.float64 else logits.float()
+    if sampling.greedy:
+        return torch.nn.functional.one_hot(logits.argmax(-1), logits.shape[-1]).to(logits.dtype)
+    # Relative to the largest, so that a tiny temperature cannot overflow to inf - inf.
+    logits = (logits - logits.amax(-1, keepdim=True)) / sampling.temperature
+    if 0 < sampling.top_k < logits.shape[-1]:
+        smallest = logits.topk(sampling.top_k, dim=-1).values[..., -1:]
+        logits = logits.masked_fill(logits < smallest, -torch.inf)
+    p = logits.softmax(-1)
+    if sampling.top_p < 1:
+        ordered, order = p.sort(dim=-1, descending=True, stable=True)
+        before = ordered.cumsum(-1) - ordered  # the mass of all tokens ranked above this one
+        dropped = before >= sampling.top_p
+        dropped[..., 0] = False
+        p = p.masked_fill(torch.zeros_like(dropped).scatter(-1, order, dropped), 0)
+        p = p / p.sum(-1, keepdim=True)
+    return p
+
+
+class Chance(Protocol):
+    """Where random decisions come from: a generator in use, an enumeration of all outcomes in the tests."""
+
+    def accept(self, probability: float) -> bool:
+        """Return True with this probability (values above 1 count as 1)."""
+        ...
+
+    def choose(self, p: Tensor) -> int:
+        """Return an index drawn from the law `p` [V]."""
+        ...
+
+
+class SeededChance:
+    """Random decisions from one seed, the same on every device for the same laws."""
+
+    def __init__(self, seed: int) -> None:
+        self._generator = torch.Generator().manual_seed(seed)
+
+    def _uniform(self) -> float:
+        return torch.rand((), generator=self._generator, dtype=torch.float64).item()
+
+    def accept(self, probability: float) -> bool:
+        """Return True with this probability; a probability of 0 is never accepted, of 1 always."""
+        return self._uniform() < probability
+
+    def choose(self, p: Tensor) -> int:
+        """Draw by inverting the cumulative law, in float64 so that 100,000 small terms add up right."""
+        cumulative = p.double().cumsum(0)
+        point = self._uniform() * cumulative[-1]
+        index = int(torch.searchsorted(cumulative, point, right=True))
+        return min(index, int(p.nonzero()[-1])) if index >= len(p) else index

@@ -1,0 +1,196 @@
+"""Trees of guesses: the record that verification reads, and the two ways to choose their shape.
+
+A shape is grown through one function, `expand`, that runs the head on a few rows and returns their logits,
+so nothing here knows what a head is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from eagle_train.errors import UserError
+
+Expand = Callable[[Tensor, Tensor], Tensor]
+"""expand(draft ids [k], parent slots [k]) -> logits [k, D].
+
+Slot 0 is the last verified row, which guesses the root's children. Each call appends k rows, which take the
+next free slots in order; a row reads its own token and continues the row in its parent's slot.
+"""
+
+
+@dataclass(frozen=True)
+class Tree:
+    """Guesses to be verified in one forward of the target.
+
+    Node 0 is the root, the last emitted token. `parents[0]` is -1 and every parent comes before its children.
+    `q` says how the children were drawn: None, they are not samples of a known law (verified by the target's
+    own probabilities alone); otherwise `q[i]`, float [V], is the law that the children of node i were drawn
+    from, without replacement and in node order (None for a leaf).
+    """
+
+    tokens: tuple[int, ...]
+    parents: tuple[int, ...]
+    q: tuple[Tensor | None, ...] | None = None
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    @cached_property
+    def depths(self) -> tuple[int, ...]:
+        """The number of guesses from the root to each node, the root's being 0."""
+        depths: list[int] = []
+        for parent in self.parents:
+            depths.append(0 if parent < 0 else depths[parent] + 1)
+        return tuple(depths)
+
+    @cached_property
+    def children(self) -> tuple[tuple[int, ...], ...]:
+        """The children of each node in node order."""
+        children: list[list[int]] = [[] for _ in self.parents]
+        for node, parent in enumerate(self.parents[1:], start=1):
+            children[parent].append(node)
+        return tuple(map(tuple, children))
+
+    @cached_property
+    def sees(self) -> Tensor:
+        """bool [n, n]: row i is true on node i and on its ancestors."""
+        sees = np.eye(len(self), dtype=bool)
+        for node, parent in enumerate(self.parents[1:], start=1):
+            sees[node] |= sees[parent]
+        return torch.from_numpy(sees)
+
+
+@dataclass(frozen=True)
+class StaticShape:
+    """A fixed tree: node i (the root is 0) is the guess of rank `ranks[i]` below `parents[i]`.
+
+    Nodes stand in the order (depth, path), as in the reference's tree buffers.
+    """
+
+    parents: tuple[int, ...]
+    ranks: tuple[int, ...]
+    depths: tuple[int, ...]
+
+    @classmethod
+    def from_paths(cls, paths: Sequence[Sequence[int]]) -> StaticShape:
+        """Build from paths of ranks, e.g. (0, 2) for the third best child of the best first guess.
+
+        Raises UserError for an empty list, a repeated path or a path whose parent is not in the list.
+        """
+        ordered = sorted((tuple(path) for path in paths), key=lambda path: (len(path), path))
+        if not ordered:
+            raise UserError("static tree: got no paths, wanted at least one such as [0]")
+        number: dict[tuple[int, ...], int] = {(): 0}
+        for path in ordered:
+            if path in number:
+                raise UserError(f"static tree: path {list(path)} is there twice, wanted each path once")
+            if path[:-1] not in number or min(path) < 0:
+                raise UserError(
+                    f"static tree: path {list(path)} has no parent {list(path[:-1])}; add the parent's path"
+                )
+            number[path] = len(number)
+        return cls(
+            parents=(-1, *(number[path[:-1]] for path in ordered)),
+            ranks=(0, *(path[-1] for path in ordered)),
+            depths=(0, *(len(path) for path in ordered)),
+        )
+
+    @classmethod
+    def chain(cls, gamma: int) -> StaticShape:
+        """The chain of `gamma` best guesses."""
+        if gamma < 1:
+            raise UserError(f"chain: got {gamma} guesses, wanted at least 1")
+        return cls.from_paths([(0,) * depth for depth in range(1, gamma + 1)])
+
+    @cached_property
+    def levels(self) -> tuple[tuple[Tensor, Tensor, tuple[int, ...]], ...]:
+        """What to grow at each depth: (row of each node's parent in the last logits, rank, rows to expand).
+
+        Rows to expand are the new nodes that have children, numbered within their depth.
+        """
+        inner = set(self.parents)
+        row_of = {0: 0}
+        levels = []
+        for depth in range(1, max(self.depths) + 1):
+            nodes = [node for node, at in enumerate(self.depths) if at == depth]
+            rows = torch.tensor([row_of[self.parents[node]] for node in nodes])
+            ranks = torch.tensor([self.ranks[node] for node in nodes])
+            expanded = [i for i, node in enumerate(nodes) if node in inner]
+            row_of = {nodes[i]: row for row, i in enumerate(expanded)}
+            levels.append((rows, ranks, tuple(expanded)))
+        return tuple(levels)
+
+
+# The reference's default for EAGLE-1 (mc_sim_7b_63): 4, 8, 8, 3 and 2 nodes per depth.
+EAGLE1_PATHS: tuple[tuple[int, ...], ...] = (
+    *((0,), (1,), (2,), (3,)),
+    *((0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (2, 0), (2, 1), (3, 0)),
+    *((0, 0, 0), (0, 0, 1), (0, 0, 2), (0, 1, 0), (0, 1, 1), (0, 2, 0), (0, 2, 1), (1, 0, 0)),
+    *((0, 0, 0, 0), (0, 0, 0, 1), (0, 0, 0, 2)),
+    *((0, 0, 0, 0, 0), (0, 0, 0, 0, 1)),
+)
+
+
+def grow_static(logits: Tensor, expand: Expand, shape: StaticShape) -> tuple[Tensor, tuple[int, ...]]:
+    """Fill a fixed shape with the best-ranked tokens. `logits` [D] are those of the last verified row.
+
+    Returns the draft ids of nodes 1.. (int64 [n-1]) and all parents. A draft vocabulary with fewer tokens
+    than the highest rank is refused.
+    """
+    needed = max(shape.ranks) + 1
+    if needed > logits.shape[-1]:
+        raise UserError(
+            f"static tree: got {logits.shape[-1]} draft tokens, wanted {needed} for its ranks; use a chain"
+        )
+    rows_of_logits = logits[None]  # (1, D)
+    first_slot, next_slot, tokens = 0, 1, []
+    for rows, ranks, expanded in shape.levels:
+        rows, ranks = rows.to(logits.device), ranks.to(logits.device)
+        best = rows_of_logits.topk(int(ranks.max()) + 1, dim=-1).indices  # (k, ranks)
+        tokens.append(best[rows, ranks])
+        if expanded:
+            chosen = torch.tensor(expanded, device=logits.device)
+            rows_of_logits = expand(tokens[-1][chosen], first_slot + rows[chosen])
+            first_slot, next_slot = next_slot, next_slot + len(expanded)
+    return torch.cat(tokens), shape.parents
+
+
+def grow_dynamic(
+    logits: Tensor, expand: Expand, *, total_tokens: int, top_k: int, depth: int
+) -> tuple[Tensor, tuple[int, ...], Tensor]:
+    """Grow EAGLE-2's tree: the nodes of highest cumulative log-probability under the head.
+
+    At each of `depth` levels the `top_k` best nodes get `top_k` children each; of all nodes found the
+    `total_tokens - 1` best are kept, in order of discovery. `logits` [D] are those of the last verified row.
+    A `top_k` above the draft vocabulary is clamped to it. Returns draft ids of nodes 1.. (int64 [n-1]), all
+    parents, and the kept nodes' scores [n-1]. Source: EAGLE-2, section 4.
+
+    A child never scores above its parent and is found after it, so a stable sort keeps parents first even in
+    ties; and once no frontier node beats the worst kept node, nothing below can enter, so growing stops.
+    """
+    keep = total_tokens - 1
+    beams = min(top_k, logits.shape[-1])
+    beam_scores, beam_ids = logits.float().log_softmax(-1).topk(beams)  # (k,)
+    scores, ids = beam_scores, beam_ids
+    parents = torch.full_like(ids, -1)  # index into scores/ids; -1 the root
+    beam_nodes, beam_slots = torch.arange(beams, device=ids.device), torch.zeros_like(ids)
+    for level in range(1, depth):
+        if len(scores) >= keep and beam_scores[0] <= scores.topk(keep).values[-1]:
+            break
+        rows = expand(beam_ids, beam_slots)  # (k, D)
+        child_scores, child_ids = rows.float().log_softmax(-1).topk(beams)  # (k, k)
+        child_scores = (beam_scores[:, None] + child_scores).flatten()
+        found, best = len(scores), child_scores.sort(descending=True, stable=True).indices[:beams]
+        parents = torch.cat([parents, beam_nodes.repeat_interleave(beams)])
+        scores, ids = torch.cat([scores, child_scores]), torch.cat([ids, child_ids.flatten()])
+        beam_nodes, beam_scores, beam_ids = found + best, child_scores[best], child_ids.flatten()[best]
+        beam_slots = 1 + (level - 1) * beams + best // beams
+    kept = scores.sort(descending=True, stable=True).indices[:keep].sort().values
+    number = {-1: 0} | {node: i for i, node in enumerate(kept.tolist(), start=1)}
+    return ids[kept], (-1, *(number[parent] for parent in parents[kept].tolist())), scores[kept]
