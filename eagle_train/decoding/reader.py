@@ -1,0 +1,94 @@
+"""The target as the loop sees it: reads a prompt, a token or a tree, and forgets refused guesses."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+
+import torch
+from torch import Tensor
+
+from eagle_train.decoding.cache import TargetCache, check_cacheable, tree_masks
+from eagle_train.decoding.trees import Tree
+from eagle_train.targets.capture import Captured, FeatureTap
+from eagle_train.targets.load import Target
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Rows start..start+m-1 of a text, verified by the target.
+
+    Row t has the token x[t], the token that follows, x[t+1], and the target's features having read x[t].
+    """
+
+    start: int
+    tokens: Tensor  # int64 [m+1]: x[start] .. x[start+m]; the last is the next root, not read yet
+    aux: Tensor | None  # [m, F] captured layers, low to high
+    last: Tensor  # [m, H] after the final norm
+
+
+class TargetReader:
+    """One text being read by the target. A context manager: the taps on its layers are there only inside."""
+
+    def __init__(self, target: Target, layer_ids: Sequence[int]) -> None:
+        check_cacheable(target.config, target.name)
+        self.target = target
+        self.cache = TargetCache()
+        self._tap = FeatureTap(target, layer_ids)
+
+    def __enter__(self) -> TargetReader:
+        self._tap.__enter__()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._tap.__exit__(kind, error, trace)
+
+    def read(self, ids: Sequence[int]) -> Captured:
+        """Read tokens one after the other. Features [m, F] and [m, H], without the lm_head."""
+        return self._unbatched(self._tap.forward(self._ids(ids), cache=self.cache))
+
+    def read_prompt(self, ids: Sequence[int], chunk: int) -> Iterator[tuple[int, Captured]]:
+        """Read a prompt in pieces of at most `chunk` tokens; yield (first position, features) of each."""
+        for start in range(0, len(ids), chunk):
+            yield start, self.read(ids[start : start + chunk])
+
+    def read_tree(self, tree: Tree) -> Captured:
+        """Read all nodes at once: a node sees the text, its ancestors and itself. Features [n, F], [n, H]."""
+        target, past = self.target, self.cache.length
+        positions = past + torch.tensor(tree.depths, device=target.device)
+        masks = tree_masks(target.config, tree.sees.to(target.device), past, positions, target.dtype)
+        return self._unbatched(
+            self._tap.forward(
+                self._ids(tree.tokens),
+                position_ids=positions[None],
+                attention_mask=masks,
+                cache=self.cache,
+            )
+        )
+
+    def keep(self, tree: Tree, path: Sequence[int], token: int, captured: Captured) -> Rows:
+        """Keep the root and the accepted `path` of a tree just read, forget its other nodes.
+
+        `token` is the one that follows. Returns the kept rows for the drafter.
+        """
+        kept = [0, *path]
+        start = self.cache.length - len(tree)
+        self.cache.keep(start, kept)
+        rows = torch.tensor(kept, device=captured.last.device)
+        tokens = [*(tree.tokens[node] for node in kept), token]
+        aux = None if captured.aux is None else captured.aux[rows]
+        return Rows(start, self._ids(tokens)[0], aux, captured.last[rows])
+
+    def rows(self, start: int, tokens: Sequence[int], captured: Captured) -> Rows:
+        """Join features [m, ..] with the m+1 tokens from `start` on."""
+        return Rows(start, self._ids(tokens)[0], captured.aux, captured.last)
+
+    def _ids(self, ids: Sequence[int]) -> Tensor:
+        return torch.tensor([list(ids)], device=self.target.device)
+
+    @staticmethod
+    def _unbatched(captured: Captured) -> Captured:
+        return Captured(None if captured.aux is None else captured.aux[0], captured.last[0])
