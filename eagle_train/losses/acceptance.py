@@ -1,0 +1,86 @@
+"""Acceptance length without decoding: what a greedy chain would accept on text the target wrote.
+
+With teacher forcing, step i's guess at row t is what the drafting loop would produce as long as all
+earlier guesses of the chain were right, because an accepted guess is the teacher's token. So a table of
+hits, one bit per row and step, replays the loop. Exact when the text was generated greedily by the same
+target in the same precision from features that are not rounded.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from eagle_train.shards.batches import PackedBatch
+
+
+@dataclass(frozen=True)
+class AcceptanceCounts:
+    """Rounds of verification and what they emitted; add up to pool prompts, never average their means.
+
+    `histogram[k]` is the number of rounds in which exactly k guesses were accepted and emitted. Tokens
+    past the end of an answer do not count; the token of the prefill is not a round.
+    """
+
+    rounds: int = 0
+    tokens: int = 0
+    histogram: tuple[int, ...] = ()
+
+    def __add__(self, other: AcceptanceCounts) -> AcceptanceCounts:
+        depth = max(len(self.histogram), len(other.histogram))
+        padded = [counts + (0,) * (depth - len(counts)) for counts in (self.histogram, other.histogram)]
+        return AcceptanceCounts(
+            self.rounds + other.rounds,
+            self.tokens + other.tokens,
+            tuple(a + b for a, b in zip(*padded, strict=True)),
+        )
+
+    @property
+    def tau(self) -> float:
+        """Acceptance length: emitted tokens per round; 1.0 when never right, or without any round."""
+        return self.tokens / self.rounds if self.rounds else 1.0
+
+    @property
+    def accepted_by_position(self) -> tuple[float, ...]:
+        """Share of all rounds whose first i+1 guesses were all accepted, for i = 0, 1, .."""
+        return tuple(count / max(self.rounds, 1) for count in self._reached()[1:])
+
+    @property
+    def accepted_given_previous(self) -> tuple[float, ...]:
+        """Share of the rounds whose first i guesses were accepted in which guess i+1 was as well."""
+        reached = self._reached()
+        return tuple(after / max(before, 1) for before, after in pairwise(reached))
+
+    def _reached(self) -> list[int]:
+        """Rounds with at least k accepted guesses, k = 0, 1, .."""
+        return [sum(self.histogram[k:]) for k in range(len(self.histogram))]
+
+
+def greedy_chain(hits: Tensor, batch: PackedBatch) -> AcceptanceCounts:
+    """Replay greedy chain decoding over a table of hits.
+
+    `hits` [gamma, C] bool: the head's guess of step i at batch.rows[c] is the teacher's token; entries at
+    steps where the row no longer counts (i >= room) are ignored. A round at row t with n leading hits
+    emits min(n+1, e-1-t) tokens and the next begins at row t+n+1.
+    """
+    gamma = len(hits)
+    steps = torch.arange(gamma, device=hits.device)[:, None]
+    leading = (hits & (steps < batch.room)).long().cumprod(0).sum(0).tolist()  # [C]
+    rooms = batch.room.tolist()
+    rounds = tokens = 0
+    histogram = [0] * (gamma + 1)
+    at = 0
+    while at < len(rooms):
+        accepted, room = leading[at], rooms[at]
+        rounds += 1
+        tokens += min(accepted + 1, room)
+        histogram[accepted] += 1
+        at += min(
+            accepted + 1, room
+        )  # rows of an answer are consecutive; room of them are left, this one included
+    return AcceptanceCounts(rounds, tokens, tuple(histogram))
