@@ -15,8 +15,14 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from eagle_train.heads.ttt import unroll
+
 if TYPE_CHECKING:
+    from eagle_train.heads.disk import Head
     from eagle_train.shards.batches import PackedBatch
+    from eagle_train.shards.frozen_target import FrozenTarget
+
+_LOGITS_AT_ONCE = 1 << 24  # elements
 
 
 @dataclass(frozen=True)
@@ -84,3 +90,21 @@ def greedy_chain(hits: Tensor, batch: PackedBatch) -> AcceptanceCounts:
             accepted + 1, room
         )  # rows of an answer are consecutive; room of them are left, this one included
     return AcceptanceCounts(rounds, tokens, tuple(histogram))
+
+
+@torch.no_grad()
+def chain_hits(head: Head, frozen: FrozenTarget, batch: PackedBatch, gamma: int) -> Tensor:
+    """Return the table of hits for `greedy_chain`: [gamma, C] bool, false where a row no longer counts.
+
+    An EAGLE-1 head is rolled out over its own predicted features in the same way.
+    """
+    hits = torch.zeros((gamma, len(batch.rows)), dtype=torch.bool, device=batch.rows.device)
+    size = max(1, _LOGITS_AT_ONCE // head.config.draft_vocab_size)
+    for step in unroll(head, frozen, batch, gamma):
+        teacher = batch.input_ids[batch.rows[step.index] + 2 + step.number]
+        for out, index, token in zip(
+            step.out.split(size), step.index.split(size), teacher.split(size), strict=True
+        ):
+            guess = head.target_ids(head.logits(out, frozen).argmax(-1))
+            hits[step.number, index] = guess == token
+    return hits
