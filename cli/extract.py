@@ -2,10 +2,117 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+from typing import Any
+
+import typer
+
 NAME = "extract"
 HELP = "Run the frozen target once and keep its features in shards."
-EXAMPLES = ""
+EXAMPLES = """
+**Examples**
+
+    eagle extract rows/ --target HuggingFaceTB/SmolLM2-135M-Instruct --for eagle3 --out shards/
+
+    eagle extract rows/ --target ./my-model --for eagle1 --codec fp32 --processes 4 --out shards/
+
+    torchrun --nproc-per-node 8 -m eagle_cli.main extract rows/ --target ./my-model --out shards/
+"""
 
 
-def run() -> None:
-    raise SystemExit("eagle extract: being built")
+def run(
+    rows: Path = typer.Argument(..., metavar="ROWS", help="The folder that eagle prepare made."),
+    target: str = typer.Option(..., "--target", help="The target: hub id, directory or .gguf file."),
+    out: Path = typer.Option(..., "--out", help="Folder for the shards; what is finished there is kept."),
+    features: str = typer.Option("eagle3", "--for", help="eagle3, eagle1, medusa or all."),
+    codec: str = typer.Option("bf16", "--codec", help="How features are stored: bf16 or fp32."),
+    dtype: str = typer.Option(
+        "auto",
+        "--dtype",
+        help="The target's dtype: fp32, bf16, fp16; auto is bf16 for a half-precision checkpoint on "
+        "hardware that computes in it, else fp32.",
+    ),
+    layers: str | None = typer.Option(
+        None, "--layers", help="Layers to tap, k = the stream entering layer k; default 2, n//2, n-3."
+    ),
+    processes: int | None = typer.Option(
+        None, "--processes", help="Workers on this machine; default one a GPU, or one a core."
+    ),
+    device: str | None = typer.Option(
+        None, "--device", help="cpu or cuda; default a GPU where there is one."
+    ),
+    device_map: str | None = typer.Option(
+        None, "--device-map", help="Spread one model over all devices, for example auto; one process."
+    ),
+    threads: int | None = typer.Option(None, "--threads", help="Threads of one worker on a CPU; default 1."),
+    batch_tokens: int | None = typer.Option(
+        None, "--batch-tokens", help="Tokens of one batch, padding included; default 4096, on a GPU 16384."
+    ),
+    shard_tokens: int | None = typer.Option(
+        None, "--shard-tokens", help="Tokens of one shard; default at most 32768."
+    ),
+    max_bad_rows: int | None = typer.Option(
+        None, "--max-bad-rows", help="Rows with NaN features to skip before stopping; default 1 %."
+    ),
+    trust_remote_code: bool = typer.Option(
+        False, "--trust-remote-code", help="Run code that the checkpoint brings along."
+    ),
+    ignore_space: bool = typer.Option(
+        False, "--ignore-space", help="Start although the disk lacks the room."
+    ),
+    as_json: bool = typer.Option(False, "--json", help="Print the figures as JSON."),
+    worker: bool = typer.Option(False, "--worker", hidden=True, help="Started by this command itself."),
+) -> None:
+    from eagle_train import distributed
+    from eagle_train.targets.extract import extract
+    from eagle_train.targets.survey import parse_layers
+
+    settings: dict[str, Any] = {
+        "features": features,
+        "codec": codec,
+        "dtype": dtype,
+        "layer_ids": parse_layers(layers),
+        "batch_tokens": batch_tokens,
+        "shard_tokens": shard_tokens,
+        "threads": threads,
+        "device": device,
+        "trust_remote_code": trust_remote_code,
+    }
+    if not distributed.launched() and processes != 1 and device_map is None:
+        from eagle_train.targets.workers import start_workers
+
+        summary = start_workers(
+            rows, target, out, processes, settings, ignore_space=ignore_space, max_bad_rows=max_bad_rows
+        )
+        if summary is not None:
+            _report(summary, rows, target, as_json)
+            return
+    summary = extract(
+        rows,
+        target,
+        out,
+        **settings,
+        device_map=device_map,
+        ignore_space=ignore_space,
+        max_bad_rows=max_bad_rows,
+        announce=not worker,
+    )
+    if not worker and (summary["complete"] or distributed.is_main()):
+        _report(summary, rows, target, as_json)
+
+
+def _report(summary: dict[str, Any], rows: Path, target: str, as_json: bool) -> None:
+    if as_json:
+        print(json.dumps(summary))
+        return
+    if not summary["complete"]:
+        print(f"{summary['out']}: this worker's share is done; the last worker writes the manifest")
+        return
+    skipped = f", {summary['skipped']} rows skipped (features not finite)" if summary["skipped"] else ""
+    print(
+        f"{summary['out']}: {summary['rows']:,} rows, {summary['tokens']:,} tokens, "
+        f"{summary['labels']:,} supervised, {summary['shards']} shards, {summary['size']}{skipped}"
+    )
+    recipe = summary["features"] if summary["features"] != "all" else "eagle3"
+    print(f"next: eagle train {summary['out']} --recipe {recipe} --out run/")

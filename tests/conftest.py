@@ -132,7 +132,17 @@ def _tiny_shards(factory: pytest.TempPathFactory, rows: Path, target: Path, feat
     from eagle_train.targets.extract import extract
 
     out = factory.mktemp("shards") / features
-    extract(rows, str(target), out, features=features, codec="fp32", dtype="fp32", device="cpu", show=False)
+    extract(
+        rows,
+        str(target),
+        out,
+        features=features,
+        codec="fp32",
+        dtype="fp32",
+        device="cpu",
+        batch_tokens=512,
+        show=False,
+    )
     return out
 
 

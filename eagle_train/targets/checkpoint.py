@@ -26,14 +26,14 @@ def load_model(
     device_map: str | dict[str, Any] | None,
 ) -> PreTrainedModel:
     """Load a causal language model; `dtype` None means the default for its checkpoint and the device."""
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM
 
     where, source = _source(target)
+    if dtype is None:
+        config = load_config(target, trust_remote_code)
+        dtype = default_dtype(config, device, is_gguf=bool(source))
     arguments: dict[str, Any] = {**source, "trust_remote_code": trust_remote_code}
     with _explained(target), _quiet():
-        if dtype is None:
-            config = AutoConfig.from_pretrained(where, **arguments)
-            dtype = default_dtype(config, device, is_gguf=bool(source))
         if device_map is not None:
             arguments["device_map"] = device_map
         if source:
@@ -47,6 +47,24 @@ def load_model(
         return model.to(device)
     _say_spilled(model)
     return model
+
+
+def load_config(target: str, trust_remote_code: bool) -> PretrainedConfig:
+    """Load the target's config alone; raise UserError when it can't be found."""
+    from transformers import AutoConfig
+
+    where, source = _source(target)
+    with _explained(target), _quiet():
+        return AutoConfig.from_pretrained(where, trust_remote_code=trust_remote_code, **source)
+
+
+def count_parameters(config: PretrainedConfig, trust_remote_code: bool) -> int:
+    """Return the number of parameters of the model that `config` describes, without allocating it."""
+    from transformers import AutoModelForCausalLM
+
+    with _explained(config.name_or_path or "target"), _quiet(), torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+    return sum(parameter.numel() for parameter in model.parameters())
 
 
 def _source(target: str) -> tuple[str, dict[str, Any]]:

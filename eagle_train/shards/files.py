@@ -1,0 +1,98 @@
+"""One shard file: its header parsed and checked without reading its tensors, tensors mapped into memory."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import mmap
+import os
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from eagle_train.errors import UserError
+from eagle_train.io import os_error
+from eagle_train.shards.schema import HEADER_KEY
+
+_DTYPES = {
+    "F32": torch.float32,
+    "BF16": torch.bfloat16,
+    "F16": torch.float16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+}
+_MEND = "run the same eagle extract again: it makes this shard anew"
+
+
+@dataclass(frozen=True)
+class ShardFile:
+    """A shard whose size agrees with its header: nothing is cut off."""
+
+    path: Path
+    header: dict[str, Any]  # what the writer recorded, schema.py
+    layout: dict[str, tuple[torch.dtype, tuple[int, ...], int]]  # dtype, shape, first byte in the file
+    size: int  # bytes of the file
+
+    def map(self) -> dict[str, Tensor]:
+        """Map all tensors into memory, copy-on-write; pages are read when touched."""
+        with open(self.path, "rb") as handle:
+            memory = mmap.mmap(handle.fileno(), 0, access=mmap.ACCESS_COPY)
+        tensors = {}
+        for name, (dtype, shape, first) in self.layout.items():
+            count = prod(shape)
+            if count == 0:
+                tensors[name] = torch.empty(shape, dtype=dtype)
+                continue
+            tensors[name] = torch.frombuffer(memory, dtype=dtype, count=count, offset=first).view(shape)
+        return tensors
+
+    def verify(self) -> None:
+        """Read every byte and compare with the header's checksums; raise UserError naming the tensor."""
+        for name, tensor in self.map().items():
+            if checksum(tensor) != self.header["checksums"].get(name):
+                raise UserError(f"{self.path}: tensor {name} is damaged (checksum differs); {_MEND}")
+
+
+def checksum(tensor: Tensor) -> str:
+    """Return the SHA-256 of a contiguous CPU tensor's bytes."""
+    if tensor.numel() == 0:
+        return hashlib.sha256(b"").hexdigest()
+    return hashlib.sha256(tensor.reshape(-1).view(torch.uint8).numpy().data).hexdigest()
+
+
+def open_shard(path: Path) -> ShardFile:
+    """Read the header of a shard; raise UserError when the file is missing, cut or not a shard."""
+    try:
+        with open(path, "rb") as handle:
+            size = os.fstat(handle.fileno()).st_size
+            length = int.from_bytes(handle.read(8), "little")
+            if size < 8 or length > size - 8:
+                raise UserError(f"{path}: cut off or not a shard ({size} bytes); {_MEND}")
+            text = handle.read(length)
+    except FileNotFoundError as error:
+        raise UserError(f"{path}: missing; {_MEND}") from error
+    except OSError as error:
+        raise os_error(path, error) from error
+    try:
+        entries = json.loads(text)
+        header = json.loads(entries.pop("__metadata__")[HEADER_KEY])
+        layout, end = {}, 8 + length
+        for name, entry in entries.items():
+            first, last = entry["data_offsets"]
+            dtype, shape = _DTYPES[entry["dtype"]], tuple(entry["shape"])
+            if last - first != dtype.itemsize * prod(shape):
+                raise ValueError(f"tensor {name} has the wrong size")
+            layout[name] = (dtype, shape, 8 + length + first)
+            end = max(end, 8 + length + last)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise UserError(f"{path}: damaged header ({error}); {_MEND}") from error
+    if end != size:
+        raise UserError(f"{path}: {size:,} bytes, its header says {end:,}: cut off or damaged; {_MEND}")
+    return ShardFile(path, header, layout, size)

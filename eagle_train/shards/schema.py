@@ -1,0 +1,236 @@
+"""What lies in a shard directory, and the records that describe it.
+
+    plan.json                  what is made from what, which row lies in which shard and batches
+    target.safetensors/.json   embedding and output map (frozen_target.py)
+    shard-00000.safetensors    flat and ragged: N tokens, R rows, M label positions, no padding
+    index.safetensors          where each row lies, its length and spans, for all shards together
+    shards.json                the manifest, written last: its presence says that everything is there
+
+Tensors of a shard:
+
+    input_ids int32 [N]; loss_mask uint8 [N]; rows int64 [R] (numbers in the prepared rows);
+    row_starts int64 [R+1]; spans int64 [S, 2], [first, last] within their row; span_starts int64 [R+1];
+    aux [N, len(layer_ids) * H] (eagle3, all); last [M, H] (eagle3, medusa) or [N, H] (eagle1, all);
+    label_argmax int32 [M]; label_lse float32 [M].
+
+Its header (safetensors metadata, one key, JSON): the plan's identity, the shard's number, row and
+conversation ids, rows skipped, and the SHA-256 of every tensor.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from eagle_train.errors import UserError, nearest
+from eagle_train.io import read_json, sha256_json, write_text
+
+FORMAT_VERSION = 1
+PLAN = "plan.json"
+MANIFEST = "shards.json"
+INDEX = "index.safetensors"
+HEADER_KEY = "eagle"
+
+FEATURES = ("eagle3", "eagle1", "medusa", "all")
+CODECS = {"bf16": torch.bfloat16, "fp32": torch.float32}
+
+
+def shard_name(number: int) -> str:
+    """Return the file name of shard `number`."""
+    return f"shard-{number:05d}.safetensors"
+
+
+def check_features(features: str) -> str:
+    """Return `features`; raise UserError for an unknown kind."""
+    if features not in FEATURES:
+        raise UserError(f"--for {features}: wanted one of {', '.join(FEATURES)}{nearest(features, FEATURES)}")
+    return features
+
+
+def check_codec(codec: str) -> str:
+    """Return `codec`; raise UserError for an unknown one."""
+    if codec not in CODECS:
+        raise UserError(f"--codec {codec}: wanted one of {', '.join(CODECS)}{nearest(codec, CODECS)}")
+    return codec
+
+
+def holds_aux(features: str) -> bool:
+    """True when shards of this kind hold the residual streams of the chosen layers."""
+    return features in ("eagle3", "all")
+
+
+def holds_all_last(features: str) -> bool:
+    """True when shards of this kind hold the final state of every token, not of label positions only."""
+    return features in ("eagle1", "all")
+
+
+def tensor_shapes(
+    setting: Setting, num_rows: int, num_spans: int, num_tokens: int, num_labels: int
+) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+    """Return dtype and shape of every tensor of a shard of these counts."""
+    dtype, hidden = CODECS[setting.codec], setting.hidden_size
+    shapes: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {
+        "input_ids": (torch.int32, (num_tokens,)),
+        "loss_mask": (torch.uint8, (num_tokens,)),
+        "rows": (torch.int64, (num_rows,)),
+        "row_starts": (torch.int64, (num_rows + 1,)),
+        "spans": (torch.int64, (num_spans, 2)),
+        "span_starts": (torch.int64, (num_rows + 1,)),
+        "last": (dtype, (num_tokens if holds_all_last(setting.features) else num_labels, hidden)),
+        "label_argmax": (torch.int32, (num_labels,)),
+        "label_lse": (torch.float32, (num_labels,)),
+    }
+    if holds_aux(setting.features):
+        shapes["aux"] = (dtype, (num_tokens, len(setting.layer_ids) * hidden))
+    return shapes
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Everything the bytes of the shards depend on, hardware aside."""
+
+    rows_fingerprint: str
+    tokenizer_fingerprint: str
+    target: dict[str, Any]  # name, revision, fingerprint, dtype
+    features: str
+    layer_ids: tuple[int, ...]  # hs convention: k = the residual stream entering layer k
+    codec: str
+    hidden_size: int
+    vocab_size: int
+    num_layers: int
+    device: str  # cpu, cuda
+    threads: int  # torch threads of one worker; sums depend on it on a CPU
+    batch_tokens: int
+    shard_tokens: int
+
+    def refuse_other(self, other: Setting, where: Path) -> None:
+        """Raise UserError naming the first difference between this (on disk) and `other` (asked for)."""
+        known, asked = asdict(self), asdict(other)
+        for words, have, want in _differences(known, asked):
+            raise UserError(
+                f"{where}: these shards are being made with {words} {have}; this run has {want}. "
+                "Give the same, choose another --out, or delete the folder to start again"
+            )
+
+
+def _differences(known: dict[str, Any], asked: dict[str, Any]) -> list[tuple[str, Any, Any]]:
+    found: list[tuple[str, Any, Any]] = []
+    if known["target"]["fingerprint"] != asked["target"]["fingerprint"]:
+        pair = [f"{side['target']['name']} ({side['target']['fingerprint']})" for side in (known, asked)]
+        found.append(("target", pair[0], pair[1]))
+    if known["target"]["dtype"] != asked["target"]["dtype"]:
+        found.append(("dtype", known["target"]["dtype"], asked["target"]["dtype"]))
+    words = {"rows_fingerprint": "rows", "features": "--for", "layer_ids": "layers", "codec": "codec"}
+    for name, value in known.items():
+        if name != "target" and value != asked[name]:
+            found.append((words.get(name, name.replace("_", " ")), value, asked[name]))
+    return found
+
+
+@dataclass(frozen=True)
+class PlannedShard:
+    """One shard: which rows, in which batches, and how large."""
+
+    batches: tuple[tuple[int, ...], ...]  # row numbers, in the order they lie in the shard
+    tokens: int
+    labels: int
+    size: int  # bytes of its tensors
+
+    @property
+    def rows(self) -> tuple[int, ...]:
+        """All its rows, in order."""
+        return tuple(row for batch in self.batches for row in batch)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The whole work, fixed before it starts."""
+
+    setting: Setting
+    num_rows: int
+    shards: tuple[PlannedShard, ...]
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of all shards."""
+        return sum(shard.tokens for shard in self.shards)
+
+    @property
+    def labels(self) -> int:
+        """Label positions of all shards."""
+        return sum(shard.labels for shard in self.shards)
+
+    @property
+    def size(self) -> int:
+        """Bytes of all shards."""
+        return sum(shard.size for shard in self.shards)
+
+    @property
+    def identity(self) -> str:
+        """16 hex digits that every shard of this plan carries."""
+        return sha256_json(self.to_json())[:16]
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain JSON values."""
+        return {
+            "format_version": FORMAT_VERSION,
+            "setting": {**asdict(self.setting), "layer_ids": list(self.setting.layer_ids)},
+            "num_rows": self.num_rows,
+            "tokens": self.tokens,
+            "labels": self.labels,
+            "bytes": self.size,
+            "shards": [
+                {
+                    "tokens": shard.tokens,
+                    "labels": shard.labels,
+                    "bytes": shard.size,
+                    "batches": [list(batch) for batch in shard.batches],
+                }
+                for shard in self.shards
+            ],
+        }
+
+    def save(self, folder: Path) -> None:
+        """Write ``plan.json``: settings readable, one line a shard."""
+        record = self.to_json()
+        shards = ",\n".join("    " + json.dumps(shard, separators=(",", ":")) for shard in record["shards"])
+        head = json.dumps({**record, "shards": []}, indent=2).removesuffix("[]\n}")
+        write_text(folder / PLAN, f"{head}[\n{shards}\n  ]\n}}\n")
+
+    @classmethod
+    def load(cls, folder: Path) -> Plan:
+        """Read ``plan.json``; raise UserError when it is missing, damaged or of another version."""
+        record = read_json(folder / PLAN, "run eagle extract")
+        refuse_version(folder / PLAN, record)
+        try:
+            setting = dict(record["setting"])
+            setting["layer_ids"] = tuple(setting["layer_ids"])
+            shards = tuple(
+                PlannedShard(
+                    tuple(tuple(batch) for batch in shard["batches"]),
+                    shard["tokens"],
+                    shard["labels"],
+                    shard["bytes"],
+                )
+                for shard in record["shards"]
+            )
+            return cls(Setting(**setting), record["num_rows"], shards)
+        except (KeyError, TypeError) as error:
+            raise UserError(
+                f"{folder / PLAN}: damaged ({error}); delete the folder to start again"
+            ) from error
+
+
+def refuse_version(file: Path, record: Mapping[str, Any]) -> None:
+    """Raise UserError unless `record` is of this format version."""
+    version = record.get("format_version")
+    if version != FORMAT_VERSION:
+        raise UserError(
+            f"{file}: format version {version}, wanted {FORMAT_VERSION}; it was written by another version "
+            "of eagle: use that one, or extract again into another --out"
+        )

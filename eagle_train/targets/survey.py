@@ -1,0 +1,237 @@
+"""What extraction will do, from the rows and the target's config alone: no weights, no work yet."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from eagle_train.errors import UserError
+from eagle_train.io import os_error
+from eagle_train.provenance import tokenizer_fingerprint
+from eagle_train.shards.frozen_target import TENSORS
+from eagle_train.shards.plan import RowTable, default_shard_tokens, make_plan
+from eagle_train.shards.schema import CODECS, PLAN, Plan, Setting, check_codec, check_features, holds_aux
+from eagle_train.shards.writer import finished_shard
+from eagle_train.targets import checkpoint
+from eagle_train.targets.capture import check_layer_ids, default_layer_ids
+from eagle_train.targets.load import default_device, dtype_name, parse_dtype
+
+_BATCH_TOKENS = {"cpu": 4096, "cuda": 16_384}
+
+
+@dataclass(frozen=True)
+class Survey:
+    """Rows, plan and sizes. The plan's target has no weights' fingerprint yet."""
+
+    dataset: Any
+    table: RowTable
+    rows_info: dict[str, Any]
+    plan: Plan
+    device: torch.device
+    dtype: torch.dtype
+    num_parameters: int
+
+    @property
+    def target_bytes(self) -> int:
+        """Bytes of the frozen target's file, embedding and lm_head counted as untied."""
+        setting = self.plan.setting
+        return 2 * setting.vocab_size * setting.hidden_size * self.dtype.itemsize
+
+    def size_text(self) -> str:
+        """One line: rows, tokens, shards, bytes on disk."""
+        plan = self.plan
+        per_token = plan.size / max(1, plan.tokens)
+        return (
+            f"{plan.num_rows:,} rows, {plan.tokens:,} tokens, {plan.labels:,} supervised: "
+            f"{len(plan.shards)} shards, {bytes_text(plan.size)} on disk "
+            f"({per_token / 1024:.1f} KiB a token, {plan.setting.codec})"
+        )
+
+
+def survey(
+    rows_dir: str | Path,
+    target: str,
+    out: str | Path,
+    *,
+    features: str = "eagle3",
+    codec: str = "bf16",
+    dtype: str | torch.dtype = "auto",
+    layer_ids: Sequence[int] | None = None,
+    batch_tokens: int | None = None,
+    shard_tokens: int | None = None,
+    threads: int | None = None,
+    device: str | torch.device | None = None,
+    trust_remote_code: bool = False,
+) -> Survey:
+    """Read rows and config, check that they belong together, and plan.
+
+    `batch_tokens`, `shard_tokens` and `threads` default to those of a plan that `out` already holds.
+    Raises UserError for anything the user must change.
+    """
+    from eagle_train.data.rows import open_rows
+    from eagle_train.data.tokenizer import load_tokenizer
+
+    check_features(features)
+    check_codec(codec)
+    rows = open_rows(rows_dir)
+    table = RowTable.of(rows.dataset)
+    if not len(table):
+        raise UserError(f"{rows_dir}: holds no rows; run eagle prepare with more conversations")
+    tokenizer = load_tokenizer(str(target), trust_remote_code=trust_remote_code)
+    fingerprint = tokenizer_fingerprint(tokenizer)
+    if fingerprint != rows.info["tokenizer_fingerprint"]:
+        raise UserError(
+            f"{rows_dir}: prepared for {rows.info.get('target')} (tokenizer "
+            f"{rows.info['tokenizer_fingerprint']}); {target} has tokenizer {fingerprint}. "
+            f"Run eagle prepare with --target {target}"
+        )
+    place = _device(device)
+    config = checkpoint.load_config(str(target), trust_remote_code)
+    text = config.get_text_config()
+    kept = parse_dtype(dtype) or checkpoint.default_dtype(
+        config, place, is_gguf=str(target).endswith(".gguf")
+    )
+    layers: tuple[int, ...] = ()
+    if holds_aux(features):
+        layers = default_layer_ids(text.num_hidden_layers) if layer_ids is None else tuple(layer_ids)
+        layers = check_layer_ids(layers, text.num_hidden_layers)
+        if not layers:
+            raise UserError(f"--for {features} needs layers; leave --layers out for the default three")
+    elif layer_ids is not None:
+        raise UserError(f"--for {features} stores no layers; leave --layers out")
+    known = Plan.load(Path(out)).setting if (Path(out) / PLAN).is_file() else None
+    parameters = checkpoint.count_parameters(config, trust_remote_code)
+    budget = batch_tokens or (known.batch_tokens if known else _BATCH_TOKENS.get(place.type, 4096))
+    if budget < 1 or (shard_tokens is not None and shard_tokens < 1) or (threads is not None and threads < 1):
+        raise UserError("--batch-tokens, --shard-tokens and --threads: wanted 1 or more")
+    setting = Setting(
+        rows_fingerprint=table.fingerprint(),
+        tokenizer_fingerprint=fingerprint,
+        target={"name": str(target), "revision": None, "fingerprint": "", "dtype": dtype_name(kept)},
+        features=features,
+        layer_ids=layers,
+        codec=codec,
+        hidden_size=int(text.hidden_size),
+        vocab_size=int(text.vocab_size),
+        num_layers=int(text.num_hidden_layers),
+        device=place.type,
+        threads=threads or (known.threads if known else _default_threads(place, parameters * kept.itemsize)),
+        batch_tokens=budget,
+        shard_tokens=shard_tokens
+        or (known.shard_tokens if known else default_shard_tokens(int(table.lengths.sum()), budget)),
+    )
+    if known is not None:  # all but the weights, which are not loaded yet
+        same = {
+            **setting.target,
+            "revision": known.target["revision"],
+            "fingerprint": known.target["fingerprint"],
+        }
+        known.refuse_other(replace(setting, target=same, vocab_size=known.vocab_size), Path(out))
+    return Survey(rows.dataset, table, rows.info, make_plan(table, setting), place, kept, parameters)
+
+
+def parse_layers(text: str | None) -> tuple[int, ...] | None:
+    """Return the layer numbers of ``2,15,27``; raise UserError when that is not what `text` is."""
+    if text is None:
+        return None
+    try:
+        return tuple(int(number) for number in text.split(","))
+    except ValueError as error:
+        raise UserError(f"--layers {text}: wanted numbers with commas between, such as 2,15,27") from error
+
+
+def refuse_full_disk(work: Survey, out: Path) -> None:
+    """Raise UserError when the disk lacks the room for what is still to be written."""
+    existing = Plan.load(out) if (out / PLAN).is_file() else None
+    todo = work.target_bytes if not (out / TENSORS).is_file() else 0
+    for number, shard in enumerate(work.plan.shards):
+        if existing is None or finished_shard(out, existing, number) is None:
+            todo += shard.size
+    place = out
+    while not place.exists():
+        place = place.parent
+    try:
+        free = shutil.disk_usage(place).free
+    except OSError as error:
+        raise os_error(place, error) from error
+    if todo > free:
+        smaller = [
+            name for name, kind in CODECS.items() if kind.itemsize < CODECS[work.plan.setting.codec].itemsize
+        ]
+        advice = f"use --codec {smaller[0]}, " if smaller else ""
+        raise UserError(
+            f"{out}: {bytes_text(todo)} to write, {bytes_text(free)} free on this disk; {advice}"
+            "choose another --out, or --ignore-space to try all the same"
+        )
+
+
+def default_processes(work: Survey, out: Path) -> int:
+    """Return how many workers to start on this machine: one a GPU; one a core where memory allows."""
+    if work.device.type == "cuda":
+        most = torch.cuda.device_count()
+    else:
+        weights = work.num_parameters * work.dtype.itemsize
+        most = max(1, min(num_cores() // work.plan.setting.threads, _fitting(weights)))
+    known = Plan.load(out) if (out / PLAN).is_file() else None
+    shards = range(len(work.plan.shards))
+    todo = sum(known is None or finished_shard(out, known, number) is None for number in shards)
+    return max(1, min(most, todo))
+
+
+def num_cores() -> int:
+    """Return the number of cores this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _device(device: str | torch.device | None) -> torch.device:
+    """Return the device asked for, with this rank's own GPU for a plain ``cuda``."""
+    default = default_device()
+    if device is None:
+        return default
+    try:
+        place = torch.device(device)
+    except RuntimeError as error:
+        raise UserError(f"--device {device}: wanted cpu or cuda") from error
+    return default if place.type == default.type and place.index is None else place
+
+
+def _default_threads(device: torch.device, weights: int) -> int:
+    """One thread a worker; more where memory holds fewer workers than there are cores."""
+    if device.type != "cpu":
+        return 1
+    return max(1, num_cores() // max(1, min(num_cores(), _fitting(weights))))
+
+
+def _fitting(weights: int) -> int:
+    """How many workers with weights of so many bytes fit into the free memory."""
+    return max(1, int(_free_memory() // (1.2 * weights + (1 << 30))))
+
+
+def _free_memory() -> int:
+    """Bytes of memory that can be used without swapping, the container's limit included."""
+    free = 8 << 30
+    try:
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable"):
+                free = int(line.split()[1]) * 1024
+        limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
+        used = int(Path("/sys/fs/cgroup/memory.current").read_text())
+        if limit != "max":
+            free = min(free, int(limit) - used)
+    except (OSError, ValueError):
+        return free
+    return free
+
+
+def bytes_text(count: float) -> str:
+    for unit in ("bytes", "KiB", "MiB", "GiB"):
+        if count < 1024:
+            return f"{count:,.0f} {unit}" if unit == "bytes" else f"{count:,.1f} {unit}"
+        count /= 1024
+    return f"{count:,.2f} TiB"
