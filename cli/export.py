@@ -2,10 +2,56 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
+import typer
+
 NAME = "export"
-HELP = "Write the directory that a serving engine loads."
-EXAMPLES = ""
+HELP = "Write the directory that a serving engine loads, and check it."
+EXAMPLES = """
+**Examples**
+
+    eagle export run/ --engine vllm --out head/
+
+    eagle export run/checkpoints/step-000500 --engine sglang --dtype bf16 --out head/
+
+    eagle export head/ --engine vllm --target meta-llama/Llama-3.1-8B-Instruct --out served/ --overwrite
+"""
 
 
-def run() -> None:
-    raise SystemExit("eagle export: being built")
+def run(
+    source: Path = typer.Argument(
+        ..., metavar="RUN_OR_HEAD", help="A run of eagle train (its best), a checkpoint or a head directory."
+    ),
+    engine: str = typer.Option(
+        ..., "--engine", help="vllm or sglang; an EAGLE-3 export is the same for both."
+    ),
+    out: Path = typer.Option(..., "--out", help="The folder to make; an earlier export there is replaced."),
+    dtype: str = typer.Option(
+        "auto",
+        "--dtype",
+        help="bf16, fp16, fp32, keep (as trained), or auto: that of the target's checkpoint, which eval and "
+        "engines cast the head to; keep where the target's config.json is not at hand.",
+    ),
+    target: str | None = typer.Option(
+        None, "--target", help="The target's hub id or directory, where not the one it was trained on."
+    ),
+    overwrite: bool = typer.Option(False, "--overwrite", help="Replace --out whatever it holds."),
+    as_json: bool = typer.Option(False, "--json", help="Print what was made as JSON."),
+) -> None:
+    from eagle_train.export.export import export
+
+    made = export(source, out, engine=engine, dtype=dtype, overwrite=overwrite, target=target)
+    if as_json:
+        print(json.dumps(made))
+        return
+    change = made["logits_changed_by"]
+    equal = "equal to the bit" if change == 0 else f"within {change:.2%} by rounding to {made['dtype']}"
+    print(f"{out}: {made['kind']} head for {' and '.join(made['serve'])}, {made['dtype']}, {made['size']}")
+    print(f"read back: every tensor as the engine wants it; logits {equal}")
+    for other, why in made["refused"].items():
+        print(f"not for {other}: {why}")
+    for name, command in made["serve"].items():
+        print(f"serve with {name}: {command}")
+    print(f"next: eagle eval {out} --target {made['target']['name'] or 'TARGET'}")

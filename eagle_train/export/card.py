@@ -1,0 +1,95 @@
+"""How to serve an export, and its README.md: a model card with the exact commands."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from pathlib import Path
+from typing import Any
+
+from eagle_train.heads.config import HeadConfig
+
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+_METHODS = {("vllm", "eagle1"): "eagle", ("vllm", "eagle3"): "eagle3"}
+_METHODS |= {("sglang", "eagle1"): "EAGLE", ("sglang", "eagle3"): "EAGLE3"}
+_TITLES = {"vllm": "vLLM", "sglang": "SGLang"}
+GUESSES = 3  # per round; a chain of 3 suits most heads when many requests share the machine
+
+
+def serve_command(engine: str, kind: str, target: str, head: str, dtype: str) -> str:
+    """Return the shell command that serves `target` with the exported `head` in a chain of 3 guesses.
+
+    `dtype` (float32, bfloat16, float16) is said outright: an engine's own choice for a float32
+    checkpoint is half precision.
+    """
+    method = _METHODS[engine, kind]
+    if engine == "vllm":
+        setting = json.dumps({"method": method, "model": head, "num_speculative_tokens": GUESSES})
+        return f"vllm serve {shlex.quote(target)} --dtype {dtype} --speculative-config {shlex.quote(setting)}"
+    return (
+        f"python -m sglang.launch_server --model-path {shlex.quote(target)} --dtype {dtype} "
+        f"--speculative-algorithm {method} --speculative-draft-model-path {shlex.quote(head)} "
+        f"--speculative-num-steps {GUESSES} --speculative-eagle-topk 1 "
+        f"--speculative-num-draft-tokens {GUESSES + 1}"
+    )
+
+
+def model_card(record: dict[str, Any], config: HeadConfig, folder: str, commands: dict[str, str]) -> str:
+    """Return README.md of the export `folder` from its provenance and the serve command of each engine."""
+    target = config.target
+    tags = ["speculative-decoding", "eagle", config.kind]
+    front = ["---", *([f"base_model: {target}"] if is_hub_id(target) else []), "tags:"]
+    front += [*(f"- {tag}" for tag in tags), "---"]
+    kind = "EAGLE-3" if config.kind == "eagle3" else "EAGLE-1"
+    lines = [
+        *front,
+        "",
+        f"# {kind} draft head for {target or 'its target'}",
+        "",
+        "A draft head for speculative decoding: with it the target writes the same text in fewer steps.",
+        "It works with no other target.",
+        "",
+        *_facts(record, config),
+        "",
+        "## Serve",
+        "",
+        f"From the folder that holds `{folder}/`:",
+    ]
+    for engine, command in commands.items():
+        lines += ["", f"{_TITLES[engine]}:", "", "```", command, "```"]
+    if not target:
+        lines += ["", "`TARGET` stands for the hub id or directory of the target."]
+    lines += [f"\nNot for {_TITLES[engine]}: {why}." for engine, why in record["refused"].items()]
+    lines += [
+        "",
+        "Serve it in the dtype given: the head and the target's features are then rounded alike.",
+        "`provenance.json` says what it was made from.",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def is_hub_id(target: str) -> bool:
+    """True for OWNER/NAME that is no folder here."""
+    return bool(_HUB_ID.fullmatch(target)) and not Path(target).exists()
+
+
+def _facts(record: dict[str, Any], config: HeadConfig) -> list[str]:
+    facts = [f"dtype: {config.dtype}", f"longest text: {config.max_position_embeddings:,} tokens"]
+    if config.kind == "eagle3":
+        layers = ", ".join(f"hs[{k}]" for k in config.feature_layers)
+        facts.append(f"captured layers: {layers} (hs[k] enters target layer k)")
+        facts.append(f"draft vocabulary: {config.draft_vocab_size:,} of {config.vocab_size:,} tokens")
+    if record["recipe"]:
+        facts.append(f"recipe: {record['recipe']}")
+    if record["acceptance"]:
+        words = ", ".join(f"{key} {_figure(value)}" for key, value in record["acceptance"].items())
+        facts.append(f"predicted on held-out conversations at training: {words}")
+    facts.append(f"made by eagle {record['tool_version']}")
+    return [f"- {fact}" for fact in facts]
+
+
+def _figure(value: Any) -> str:
+    if isinstance(value, list):
+        return "[" + ", ".join(_figure(one) for one in value) + "]"
+    return f"{value:.3f}" if isinstance(value, float) else str(value)

@@ -1,0 +1,156 @@
+"""What each engine loads: tensors and shapes, config.json, and what it cannot load.
+
+The tables are written from the engines' loaders, not from this project's modules: vLLM says nothing about
+missing tensors and SGLang nothing about unexpected ones either, so a file that differs from the table
+serves at an acceptance length of 1 without a word.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from eagle_train.errors import UserError, nearest
+from eagle_train.heads.config import HeadConfig
+from eagle_train.heads.disk import Head
+
+ENGINES = ("vllm", "sglang")
+_NAMES = {"vllm": "vLLM", "sglang": "SGLang"}
+_MAPS = {"d2t": torch.int64, "t2d": torch.bool}
+
+
+def check_engine(engine: str) -> str:
+    """Return `engine`, or raise UserError naming the known ones."""
+    if engine not in ENGINES:
+        raise UserError(f"--engine {engine}: wanted {' or '.join(ENGINES)}{nearest(engine, ENGINES)}")
+    return engine
+
+
+def refusals(head: Head, engine: str, num_target_layers: int | None) -> list[str]:
+    """Return why `engine` would not compute what the head does, one sentence each; none if it does.
+
+    `num_target_layers` is n where it is known.
+    """
+    config, name, found = head.config, _NAMES[engine], []
+    if config.attention_bias:
+        found.append(f"attention_bias: {name} drops the biases of q, k, v and o")
+    bias = head.fc.bias
+    if config.kind == "eagle1":
+        if engine == "vllm" and bias is not None and bool(bias.any()):
+            found.append("fc.bias is not zero: vLLM drops it silently; train with fc_bias false")
+        return found
+    if config.fc_bias:
+        found.append(f"fc.bias: {name} has no bias on an EAGLE-3 fc")
+    if config.num_hidden_layers != 1:
+        found.append(f"num_hidden_layers is {config.num_hidden_layers}: {name} loads one midlayer")
+    if not config.feature_layers:
+        found.append(f"feature_layers: none recorded, so {name} would guess which layers to capture")
+    elif engine == "sglang":
+        if config.feature_layers[0] == 0:
+            found.append("feature_layers: SGLang cannot capture hs[0], the embeddings")
+        if num_target_layers is not None and config.feature_layers[-1] >= num_target_layers:
+            found.append(f"feature_layers: SGLang cannot capture hs[{num_target_layers}], the last state")
+    return found
+
+
+def as_served(head: Head, engine: str) -> Head:
+    """Return the head with the tensors that `engine` wants; the same object where none differ.
+
+    SGLang's EAGLE-1 fc has a bias that stays random unless stored, vLLM's has none: zeros are added or
+    taken away, which changes no output.
+    """
+    wants_bias = head.config.kind == "eagle1" and engine == "sglang"
+    if head.config.kind != "eagle1" or head.config.fc_bias == wants_bias:
+        return head
+    served = copy.deepcopy(head)
+    weight = served.fc.weight
+    bias = torch.nn.Parameter(weight.new_zeros(weight.shape[0])) if wants_bias else None
+    served.fc.register_parameter("bias", bias)
+    served.config = replace(head.config, fc_bias=wants_bias)
+    return served
+
+
+def engine_config(config: HeadConfig, engine: str) -> dict[str, Any]:
+    """Return config.json for `engine`. EAGLE-3's is one and the same for both.
+
+    EAGLE-1 in vLLM goes by the plain Llama name; vLLM puts its own prefix before it.
+    """
+    value = config.to_json()
+    if config.kind == "eagle1" and engine == "vllm":
+        value["architectures"] = ["LlamaForCausalLM"]
+    return value
+
+
+def wanted_tensors(config: HeadConfig, engine: str) -> dict[str, tuple[int, ...]]:
+    """Return name and shape of every tensor that `engine` loads for such a head."""
+    hidden = config.hidden_size
+    if config.kind == "eagle1":
+        wanted: dict[str, tuple[int, ...]] = {"fc.weight": (hidden, 2 * hidden)}
+        if engine == "sglang":
+            wanted["fc.bias"] = (hidden,)
+        for i in range(config.num_hidden_layers):
+            wanted |= _layer(config, f"layers.{i}", width=hidden)
+            if i:
+                wanted[f"layers.{i}.input_layernorm.weight"] = (hidden,)
+        return wanted
+    width = config.target_hidden_size or hidden
+    wanted = {
+        "fc.weight": (hidden, config.num_features * width),
+        "norm.weight": (hidden,),
+        "lm_head.weight": (config.draft_vocab_size, hidden),
+        "midlayer.input_layernorm.weight": (hidden,),
+        "midlayer.hidden_norm.weight": (hidden,),
+        **_layer(config, "midlayer", width=2 * hidden),
+    }
+    if config.fc_norm:
+        wanted |= {f"fc_norm.{i}.weight": (width,) for i in range(config.num_features)}
+    if config.reduced_vocabulary:
+        wanted |= {"d2t": (config.draft_vocab_size,), "t2d": (config.vocab_size,)}
+    return wanted
+
+
+def tensor_faults(
+    stored: Mapping[str, Tensor], config: HeadConfig, engine: str, dtype: torch.dtype
+) -> list[str]:
+    """Return what is missing, unexpected, misshapen, of another dtype or not finite, each by name."""
+    wanted = wanted_tensors(config, engine)
+    faults = [f"missing {name}" for name in wanted if name not in stored]
+    faults += [f"unexpected {name}" for name in stored if name not in wanted]
+    for name, tensor in stored.items():
+        if name not in wanted:
+            continue
+        if tuple(tensor.shape) != wanted[name]:
+            faults.append(f"{name} is {list(tensor.shape)}, wanted {list(wanted[name])}")
+        if tensor.dtype != _MAPS.get(name, dtype):
+            faults.append(f"{name} is {_short(tensor.dtype)}, wanted {_short(_MAPS.get(name, dtype))}")
+        elif tensor.is_floating_point() and not bool(tensor.isfinite().all()):
+            faults.append(
+                f"{name} holds values that are not finite (as trained, or too large for {_short(dtype)})"
+            )
+    return faults
+
+
+def _layer(config: HeadConfig, prefix: str, width: int) -> dict[str, tuple[int, ...]]:
+    """One decoder layer whose q, k and v read `width` wide inputs; its input norm is not listed."""
+    hidden, inner = config.hidden_size, config.intermediate_size
+    queries = config.num_attention_heads * config.head_dim
+    keys = config.num_key_value_heads * config.head_dim
+    return {
+        f"{prefix}.self_attn.q_proj.weight": (queries, width),
+        f"{prefix}.self_attn.k_proj.weight": (keys, width),
+        f"{prefix}.self_attn.v_proj.weight": (keys, width),
+        f"{prefix}.self_attn.o_proj.weight": (hidden, queries),
+        f"{prefix}.mlp.gate_proj.weight": (inner, hidden),
+        f"{prefix}.mlp.up_proj.weight": (inner, hidden),
+        f"{prefix}.mlp.down_proj.weight": (hidden, inner),
+        f"{prefix}.post_attention_layernorm.weight": (hidden,),
+    }
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

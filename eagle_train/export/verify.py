@@ -1,0 +1,95 @@
+"""What was written is read back and must be the trained head: by name, by shape, by logits.
+
+The reference run is a causal text of a few rows with random features, then one more step on the carried
+outputs, so that every tensor, the RoPE settings and the switches all bear on the figures compared.
+"""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from eagle_train.errors import UserError
+from eagle_train.export.layout import engine_config, tensor_faults
+from eagle_train.heads.config import HeadConfig, rope_of
+from eagle_train.heads.disk import CONFIG, WEIGHTS, Head, load_head
+from eagle_train.io import load_tensors, read_json
+
+_ROWS = 8
+_FARTHEST = 4096  # positions up to here; the cosine table grows with the largest
+_ROUNDINGS = 16  # allowed relative change of the logits, in units of the dtype's spacing at 1
+
+
+def verify(folder: Path, trained: Head, config: HeadConfig, engine: str, dtype: torch.dtype) -> float:
+    """Read the export in `folder` back; return the relative change of the logits against `trained`.
+
+    0.0 means equal to the bit. `config` is what was meant to be written, `trained` the head in its own
+    dtype, in the form that the engine wants. Raises UserError naming every difference.
+    """
+    stored, _ = load_tensors(folder / WEIGHTS)
+    faults = tensor_faults(stored, config, engine, dtype)
+    faults += _config_faults(folder / CONFIG, config, engine)
+    if faults:
+        raise UserError(f"{folder / WEIGHTS}: not what {engine} loads: {'; '.join(faults)}")
+    got = reference_outputs(load_head(folder))
+    if not torch.equal(got, reference_outputs(copy.deepcopy(trained).to(dtype))):
+        raise UserError(f"{folder}: the head read back computes other logits than the one trained")
+    wanted = reference_outputs(trained)
+    change = float((got - wanted).norm() / wanted.norm().clamp_min(torch.finfo(torch.float32).tiny))
+    limit = _ROUNDINGS * torch.finfo(dtype).eps
+    if not change <= limit:
+        name = str(dtype).removeprefix("torch.")
+        raise UserError(
+            f"{folder}: rounding to {name} changes the logits by {change:.1%}, wanted at most {limit:.1%}; "
+            "export with --dtype keep, or bf16"
+        )
+    return change
+
+
+@torch.no_grad()
+def reference_outputs(head: Head) -> Tensor:
+    """Run `head` in float32 on fixed random inputs: [2, rows, D] logits, or [2, rows, H] for EAGLE-1.
+
+    An EAGLE-1 head has no logits of its own: the target's lm_head reads what is returned here.
+    """
+    head = copy.deepcopy(head).float().eval()
+    config, generator = head.config, torch.Generator().manual_seed(0)
+    features = torch.randn(_ROWS, config.feature_width, generator=generator)
+    embeds = torch.randn(2, _ROWS, config.hidden_size, generator=generator)
+    last = min(config.max_position_embeddings, _FARTHEST) - 2
+    positions = torch.linspace(0, max(last, 0), _ROWS).long()
+    out = head(head.start(features), embeds[0], positions, _attend)  # (rows, F) -> (rows, H)
+    again = head(head.carry(out), embeds[1], positions + 1, _attend)
+    outs = torch.stack([out, again])  # (2, rows, H)
+    return outs if config.kind == "eagle1" else head.lm_head(head.final(outs))  # type: ignore[operator, union-attr]
+
+
+def _attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Causal attention over the rows themselves, [rows, heads, hd]."""
+    shared = q.shape[1] // k.shape[1]
+    k, v = k.repeat_interleave(shared, dim=1), v.repeat_interleave(shared, dim=1)
+    scores = torch.einsum("qhd,khd->hqk", q, k) * q.shape[-1] ** -0.5
+    hidden = torch.ones(len(q), len(k), dtype=torch.bool).triu(1)
+    return torch.einsum("hqk,khd->qhd", scores.masked_fill(hidden, -torch.inf).softmax(-1), v)
+
+
+def _config_faults(path: Path, config: HeadConfig, engine: str) -> list[str]:
+    """Compare config.json with what was meant, also as transformers reads it: engines go through that."""
+    from transformers import AutoConfig
+
+    found, meant = read_json(path, "the export was not written"), engine_config(config, engine)
+    faults = [
+        f"config.json {key} is {found.get(key)!r}, wanted {meant.get(key)!r}"
+        for key in dict.fromkeys([*meant, *found])
+        if found.get(key) != meant.get(key)
+    ]
+    read = AutoConfig.from_pretrained(path.parent).to_dict()
+    if rope_of(read) != config.rope_parameters:
+        faults.append(f"transformers reads RoPE as {rope_of(read)}, wanted {config.rope_parameters}")
+    for key in ("head_dim", "num_key_value_heads", "max_position_embeddings", "rms_norm_eps", "vocab_size"):
+        if read.get(key) != meant[key]:
+            faults.append(f"transformers reads {key} as {read.get(key)}, wanted {meant[key]}")
+    return faults
