@@ -21,6 +21,7 @@ from eagle_train.heads.config import HeadConfig
 from eagle_train.heads.disk import CONFIG, WEIGHTS, Head, head_tensors, load_head
 from eagle_train.io import make_folder, os_error, read_json, save_tensors, sha256_file, write_json, write_text
 from eagle_train.provenance import tool_version
+from eagle_train.targets.survey import bytes_text
 
 PROVENANCE, CARD = "provenance.json", "README.md"
 _MADE_BY = "eagle export"
@@ -184,8 +185,7 @@ def _replacing_folder(final: Path) -> Iterator[Path]:
 
 
 def _size(folder: Path) -> str:
-    total = sum(entry.stat().st_size for entry in folder.iterdir())
-    return f"{total / 2**20:,.1f} MiB"
+    return bytes_text(sum(entry.stat().st_size for entry in folder.iterdir()))
 
 
 def _long(dtype: torch.dtype) -> str:

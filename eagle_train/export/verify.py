@@ -82,9 +82,9 @@ def _config_faults(path: Path, config: HeadConfig, engine: str) -> list[str]:
 
     found, meant = read_json(path, "the export was not written"), engine_config(config, engine)
     faults = [
-        f"config.json {key} is {found.get(key)!r}, wanted {meant.get(key)!r}"
+        f"config.json {key} is {found.get(key, 'absent')!r}, wanted {meant.get(key, 'absent')!r}"
         for key in dict.fromkeys([*meant, *found])
-        if found.get(key) != meant.get(key)
+        if (key in found, found.get(key)) != (key in meant, meant.get(key))  # null is not absent
     ]
     read = AutoConfig.from_pretrained(path.parent).to_dict()
     if rope_of(read) != config.rope_parameters:

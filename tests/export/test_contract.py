@@ -1,0 +1,263 @@
+"""An export holds exactly what the engines' loaders take: every key, shape and config field by value."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from eagle_train.export.export import export
+from eagle_train.heads.disk import load_head
+from eagle_train.io import load_tensors
+
+_LAYER = {  # 4 heads and 2 key-value heads of 16; {} is the width that q, k and v read
+    "self_attn.q_proj.weight": (64, None),
+    "self_attn.k_proj.weight": (32, None),
+    "self_attn.v_proj.weight": (32, None),
+    "self_attn.o_proj.weight": (32, 64),
+    "mlp.gate_proj.weight": (48, 32),
+    "mlp.up_proj.weight": (48, 32),
+    "mlp.down_proj.weight": (32, 48),
+    "post_attention_layernorm.weight": (32,),
+}
+
+
+def _layer(prefix: str, width: int) -> dict[str, tuple[int, ...]]:
+    return {f"{prefix}.{name}": tuple(n or width for n in shape) for name, shape in _LAYER.items()}
+
+
+_EAGLE3 = {
+    "fc.weight": (32, 96),
+    "norm.weight": (32,),
+    "lm_head.weight": (96, 32),
+    "midlayer.input_layernorm.weight": (32,),
+    "midlayer.hidden_norm.weight": (32,),
+    **_layer("midlayer", 64),
+}
+_REDUCED = {**_EAGLE3, "lm_head.weight": (40, 32), "d2t": (40,), "t2d": (96,)}
+_NORMED = {**_EAGLE3, **{f"fc_norm.{i}.weight": (32,) for i in range(3)}}
+_EAGLE1 = {"fc.weight": (32, 64), **_layer("layers.0", 32)}
+_SIZES = {
+    "model_type": "llama",
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "vocab_size": 96,
+    "draft_vocab_size": 96,
+    "rms_norm_eps": 3e-5,
+    "hidden_act": "silu",
+    "tie_word_embeddings": False,
+    "max_position_embeddings": 512,
+    "rope_theta": 25000.0,
+    "rope_scaling": None,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 25000.0},
+    "torch_dtype": "bfloat16",
+    "dtype": "bfloat16",
+}
+_IDS = {
+    "architectures": ["LlamaForCausalLMEagle3"],
+    "eagle_aux_hidden_state_layer_ids": [2, 4, 5],
+    "eagle_config": {"use_aux_hidden_state": True, "eagle_aux_hidden_state_layer_ids": [1, 3, 4]},
+    "num_aux_hidden_states": 3,
+    "fc_norm": False,
+    "norm_output": False,
+}
+_LLAMA3 = {
+    "rope_theta": 500000.0,
+    "rope_scaling": {
+        "rope_type": "llama3",
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 128,
+    },
+    "rope_parameters": {
+        "rope_type": "llama3",
+        "rope_theta": 500000.0,
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 128,
+    },
+}
+_EAGLE1_VLLM = {"architectures": ["LlamaForCausalLM"]}
+_EAGLE1_SGLANG = {"architectures": ["LlamaForCausalLMEagle"]}
+
+_CASES: dict[str, tuple[str, str, dict[str, Any], dict[str, tuple[int, ...]], dict[str, Any]]] = {
+    "eagle3": ("eagle3", "vllm", {}, _EAGLE3, _IDS),
+    "eagle3 for sglang": ("eagle3", "sglang", {}, _EAGLE3, _IDS),
+    "reduced": ("eagle3", "vllm", {"draft_vocab_size": 40}, _REDUCED, {**_IDS, "draft_vocab_size": 40}),
+    "llama3 rope": ("eagle3", "sglang", {"llama3": True}, _EAGLE3, {**_IDS, **_LLAMA3}),
+    "3.1": (
+        "eagle3",
+        "vllm",
+        {"fc_norm": True, "norm_output": True},
+        _NORMED,
+        {**_IDS, "fc_norm": True, "norm_output": True},
+    ),
+    "other width": (
+        "eagle3",
+        "vllm",
+        {"target_hidden_size": 24},
+        {**_EAGLE3, "fc.weight": (32, 72)},
+        {**_IDS, "target_hidden_size": 24},
+    ),
+    "same width": ("eagle3", "vllm", {"target_hidden_size": 32}, _EAGLE3, _IDS),
+    "eagle1 for vllm": ("eagle1", "vllm", {}, _EAGLE1, _EAGLE1_VLLM),
+    "eagle1 for sglang": ("eagle1", "sglang", {}, {**_EAGLE1, "fc.bias": (32,)}, _EAGLE1_SGLANG),
+    "eagle1, llama3 rope": ("eagle1", "vllm", {"llama3": True}, _EAGLE1, {**_EAGLE1_VLLM, **_LLAMA3}),
+    "eagle1, two layers": (
+        "eagle1",
+        "vllm",
+        {"num_hidden_layers": 2},
+        {**_EAGLE1, **_layer("layers.1", 32), "layers.1.input_layernorm.weight": (32,)},
+        {**_EAGLE1_VLLM, "num_hidden_layers": 2},
+    ),
+}
+
+
+@pytest.mark.parametrize("case", _CASES)
+def test_files_hold_exactly_what_the_engine_loads(case, head_dir, tmp_path):
+    kind, engine, fields, tensors, config = _CASES[case]
+    out = tmp_path / "out"
+    export(head_dir(kind, **fields), out, engine=engine, dtype="bf16")
+    stored, metadata = load_tensors(out / "model.safetensors")
+    assert {name: tuple(tensor.shape) for name, tensor in stored.items()} == tensors
+    kinds = {"d2t": torch.int64, "t2d": torch.bool}
+    assert all(tensor.dtype == kinds.get(name, torch.bfloat16) for name, tensor in stored.items())
+    assert metadata == {"format": "pt"}
+    written = json.loads((out / "config.json").read_text())
+    own = written.pop("eagle_train")
+    assert own["kind"] == kind
+    extra = {"attention_bias": False, "mlp_bias": False}
+    assert written == {**_SIZES, **extra, **config}
+    assert sorted(entry.name for entry in out.iterdir()) == [
+        "README.md",
+        "config.json",
+        "model.safetensors",
+        "provenance.json",
+    ]
+
+
+def test_vocabulary_maps_hold_offsets_and_membership(head_dir, tmp_path):
+    export(head_dir("eagle3", draft_vocab_size=40), tmp_path / "out", engine="vllm")
+    stored, _ = load_tensors(tmp_path / "out" / "model.safetensors")
+    assert stored["d2t"].tolist() == list(range(40))  # draft id i means target id 2i
+    assert stored["t2d"].nonzero().flatten().tolist() == list(range(0, 80, 2))
+
+
+def test_sglang_eagle1_bias_is_zero_and_vllm_form_comes_back_from_it(head_dir, tmp_path):
+    source = head_dir("eagle1")
+    export(source, tmp_path / "sglang", engine="sglang", dtype="keep")
+    stored, _ = load_tensors(tmp_path / "sglang" / "model.safetensors")
+    assert stored["fc.bias"].count_nonzero() == 0
+    export(tmp_path / "sglang", tmp_path / "vllm", engine="vllm", dtype="keep")
+    back, _ = load_tensors(tmp_path / "vllm" / "model.safetensors")
+    trained, _ = load_tensors(source / "model.safetensors")
+    assert back.keys() == trained.keys()
+    assert all(torch.equal(back[name], trained[name]) for name in trained)
+
+
+@pytest.mark.parametrize(
+    ("kind", "engine", "fields"),
+    [
+        ("eagle3", "vllm", {}),
+        ("eagle3", "sglang", {"llama3": True}),
+        ("eagle3", "vllm", {"draft_vocab_size": 40, "fc_norm": True, "norm_output": True}),
+        ("eagle1", "vllm", {"llama3": True}),
+        ("eagle1", "sglang", {}),
+    ],
+)
+def test_an_engine_that_reads_only_the_directory_computes_the_trained_logits(
+    kind, engine, fields, head_dir, tmp_path
+):
+    source, out = head_dir(kind, **fields), tmp_path / "out"
+    export(source, out, engine=engine, dtype="keep")
+    rows, generator = 6, torch.Generator().manual_seed(5)
+    width = 96 if kind == "eagle3" else 32
+    features = torch.randn(rows, width, generator=generator)
+    embeds = torch.randn(2, rows, 32, generator=generator)
+    positions = torch.tensor([0, 3, 40, 41, 300, 500])
+    engine_outs = _Engine(out).two_steps(features, embeds, positions)
+
+    for folder in (source, out):
+        head = load_head(folder)
+        with torch.no_grad():
+            first = head(head.start(features), embeds[0], positions, _attend)
+            second = head(head.carry(first), embeds[1], positions, _attend)
+            ours = torch.stack([first, second])
+            ours = head.lm_head(head.final(ours)) if kind == "eagle3" else ours
+        torch.testing.assert_close(ours, engine_outs, rtol=1e-4, atol=1e-5)
+
+
+def _attend(layer, q, k, v):
+    k, v = k.repeat_interleave(2, dim=1), v.repeat_interleave(2, dim=1)
+    out = torch.nn.functional.scaled_dot_product_attention(
+        q.transpose(0, 1), k.transpose(0, 1), v.transpose(0, 1), is_causal=True
+    )
+    return out.transpose(0, 1)
+
+
+class _Engine:
+    """The forward of the engines' Llama heads, from config.json's public fields and the tensors alone."""
+
+    def __init__(self, folder: Path) -> None:
+        from transformers import LlamaConfig
+        from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+        self.config = json.loads((folder / "config.json").read_text())
+        del self.config["eagle_train"]  # no engine reads it
+        self.w, _ = load_tensors(folder / "model.safetensors")
+        self.rotary = LlamaRotaryEmbedding(LlamaConfig.from_pretrained(folder))
+
+    def two_steps(self, features, embeds, positions):
+        outs, hidden = [], features
+        if "midlayer.hidden_norm.weight" in self.w:
+            if self.config["fc_norm"]:
+                parts = hidden.chunk(self.config["num_aux_hidden_states"], dim=-1)
+                hidden = torch.cat([self.norm(x, f"fc_norm.{i}") for i, x in enumerate(parts)], dim=-1)
+            hidden = hidden @ self.w["fc.weight"].T
+        for step in range(2):
+            out = self.layer(hidden, embeds[step], positions)
+            hidden = self.norm(out, "norm") if self.config.get("norm_output") else out
+            outs.append(out)
+        outs = torch.stack(outs)
+        if "lm_head.weight" not in self.w:
+            return outs
+        return self.norm(outs, "norm") @ self.w["lm_head.weight"].T
+
+    def layer(self, hidden, embeds, positions):
+        if "midlayer.hidden_norm.weight" in self.w:
+            prefix, residual = "midlayer", hidden
+            normed = self.norm(embeds, "midlayer.input_layernorm"), self.norm(hidden, "midlayer.hidden_norm")
+            inputs = torch.cat(normed, dim=-1)
+        else:
+            prefix = "layers.0"
+            fused = torch.cat([embeds, hidden], dim=-1) @ self.w["fc.weight"].T
+            inputs = residual = fused + self.w.get("fc.bias", 0)
+        hd = self.config["head_dim"]
+        q, k, v = (
+            (inputs @ self.w[f"{prefix}.self_attn.{n}_proj.weight"].T).unflatten(-1, (-1, hd)) for n in "qkv"
+        )
+        cos, sin = (angle[0][:, None] for angle in self.rotary(inputs, positions[None]))
+
+        def turn(x):
+            low, high = x.chunk(2, dim=-1)
+            return x * cos + torch.cat([-high, low], dim=-1) * sin
+
+        attended = _attend(0, turn(q), turn(k), v).flatten(-2)
+        residual = residual + attended @ self.w[f"{prefix}.self_attn.o_proj.weight"].T
+        x = self.norm(residual, f"{prefix}.post_attention_layernorm")
+        gate = torch.nn.functional.silu(x @ self.w[f"{prefix}.mlp.gate_proj.weight"].T)
+        up = x @ self.w[f"{prefix}.mlp.up_proj.weight"].T
+        return residual + (gate * up) @ self.w[f"{prefix}.mlp.down_proj.weight"].T
+
+    def norm(self, x, name):
+        scale = torch.rsqrt(x.square().mean(-1, keepdim=True) + self.config["rms_norm_eps"])
+        return x * scale * self.w[f"{name}.weight"]
