@@ -2,10 +2,61 @@
 
 from __future__ import annotations
 
+import json
+import sys
+from pathlib import Path
+
+import typer
+
 NAME = "inspect"
 HELP = "Show prepared rows with their supervised tokens marked."
-EXAMPLES = ""
+EXAMPLES = """
+**Examples**
+
+    eagle inspect rows/ --row 0
+
+    eagle inspect rows/ --row 12 --tokens
+
+    eagle inspect rows/ --row 0 --json
+"""
 
 
-def run() -> None:
-    raise SystemExit("eagle inspect: being built")
+def run(
+    rows: Path = typer.Argument(..., metavar="ROWS", help="The folder that eagle prepare made."),
+    row: int = typer.Option(0, "--row", help="Which row to show, from 0."),
+    tokens: bool = typer.Option(
+        False, "--tokens", help="Also list each token: place, id, text, + if supervised."
+    ),
+    target: str | None = typer.Option(
+        None, "--target", help="Where the tokenizer is now; default where prepare found it."
+    ),
+    trust_remote_code: bool = typer.Option(
+        False, "--trust-remote-code", help="Run code that the tokenizer brings along."
+    ),
+    as_json: bool = typer.Option(False, "--json", help="Print the row and the counts as JSON."),
+) -> None:
+    from eagle_train.data.inspect import bracketed, count_lines, describe_row, print_coloured
+    from eagle_train.data.rows import open_rows
+
+    opened = open_rows(rows)
+    described = describe_row(opened, row, target, trust_remote_code)
+    if as_json:
+        figures = {name: value for name, value in opened.info.items() if name != "supervised_frequencies"}
+        print(json.dumps({"rows": figures, "row": described}, indent=2, ensure_ascii=False))
+        return
+    for line in count_lines(opened.info):
+        print(line)
+    print(
+        f"row {row} of {len(opened)}: {described['row_id']}, from {described['source']}, "
+        f"{len(described['input_ids'])} tokens, answers at {described['spans']}\n"
+    )
+    if sys.stdout.isatty():
+        print_coloured(described["segments"])
+    else:
+        print(bracketed(described["segments"]))
+    if tokens:
+        print()
+        for place, (number, text, bit) in enumerate(
+            zip(described["input_ids"], described["token_texts"], described["loss_mask"], strict=True)
+        ):
+            print(f"{place:>6} {number:>7} {'+' if bit else ' '} {text!r}")

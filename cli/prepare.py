@@ -2,10 +2,78 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+from typing import Any
+
+import typer
+
 NAME = "prepare"
 HELP = "Turn conversations into token rows with a loss mask."
-EXAMPLES = ""
+EXAMPLES = """
+**Examples**
+
+    eagle prepare chats.json --target HuggingFaceTB/SmolLM2-135M-Instruct --out rows/
+
+    eagle prepare sharegpt.json answers.jsonl.gz --target ./my-model --max-length 4096 --skip-bad --out rows/
+
+    eagle prepare HuggingFaceH4/ultrachat_200k:train_sft --target ./vicuna --chat-template vicuna --out rows/
+"""
 
 
-def run() -> None:
-    raise SystemExit("eagle prepare: being built")
+def run(
+    data: list[str] = typer.Argument(
+        ...,
+        metavar="DATA...",
+        help="ShareGPT or messages files (.json, .jsonl, also .gz, .parquet), folders, globs, or hub "
+        "datasets as owner/name[:split].",
+    ),
+    target: str = typer.Option(..., "--target", help="The target: hub id, directory or .gguf file."),
+    out: Path = typer.Option(..., "--out", help="Folder for the rows."),
+    chat_template: str | None = typer.Option(
+        None, "--chat-template", help="A Jinja file, or vicuna, or llama-2; default the tokenizer's own."
+    ),
+    max_length: int = typer.Option(
+        2048, "--max-length", help="Tokens of a row; what is longer is cut on the right."
+    ),
+    skip_bad: bool = typer.Option(
+        False, "--skip-bad", help="Keep the good records of damaged files; the bad are named."
+    ),
+    num_proc: int | None = typer.Option(None, "--num-proc", help="Worker processes; default one a core."),
+    overwrite: bool = typer.Option(False, "--overwrite", help="Replace other rows that are at --out."),
+    trust_remote_code: bool = typer.Option(
+        False, "--trust-remote-code", help="Run code that the tokenizer brings along."
+    ),
+    as_json: bool = typer.Option(False, "--json", help="Print the figures as JSON."),
+) -> None:
+    from eagle_train.data.prepare import prepare
+
+    summary = prepare(
+        data,
+        target,
+        out,
+        chat_template=chat_template,
+        max_length=max_length,
+        skip_bad=skip_bad,
+        num_proc=num_proc,
+        overwrite=overwrite,
+        trust_remote_code=trust_remote_code,
+    )
+    if as_json:
+        shown = {name: value for name, value in summary.items() if name != "supervised_frequencies"}
+        print(json.dumps(shown, indent=2, ensure_ascii=False))
+        return
+    _print(summary, target, out)
+
+
+def _print(summary: dict[str, Any], target: str, out: Path) -> None:
+    import shlex
+
+    from eagle_train.data.inspect import count_lines
+
+    if summary["reused"]:
+        print(f"{out}: these rows are already there; nothing to do (--overwrite makes them again)")
+    for line in count_lines(summary):
+        print(line)
+    print(f"next: eagle extract {shlex.quote(str(out))} --target {shlex.quote(target)} --out shards/")
+    print(f"look: eagle inspect {shlex.quote(str(out))} --row 0")

@@ -1,0 +1,152 @@
+"""Batches of conversations to batches of rows, in this process or in several, always in order."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Iterable, Iterator
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass
+from itertools import chain, islice
+from typing import Any
+
+from eagle_train.data.conversations import Conversation, Skip, TokenRow
+from eagle_train.data.mask import EncodedRow, Encoder, cut
+from eagle_train.data.templates import ChatTemplate
+from eagle_train.errors import UserError
+
+_BATCH = 64
+_SMALL = 256  # fewer conversations than this are not worth starting processes for
+
+TOO_LONG = "prompt longer than max length"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of one conversation: its rows, or the reason it has none."""
+
+    conversation_id: str
+    source: str
+    rows: list[EncodedRow]
+    repairs: tuple[str, ...] = ()
+    skipped: str | None = None
+    rows_cut: int = 0
+    rows_lost: int = 0
+    answers_cut: int = 0
+    answers_shortened: int = 0
+    tokens_cut: int = 0
+
+
+@dataclass(frozen=True)
+class EncoderSpec:
+    """All that makes an encoder; its parts travel to worker processes."""
+
+    tokenizer: Any
+    template: ChatTemplate
+    max_length: int
+
+
+def encode(found: Conversation | TokenRow, encoder: Encoder, vocabulary: int, max_length: int) -> Outcome:
+    """Return the rows of one conversation, cut to `max_length`, or why there are none."""
+    label = found.conversation_id if isinstance(found, TokenRow) else found.id
+    repairs = list(found.repairs)
+    try:
+        if isinstance(found, TokenRow):
+            if max(found.input_ids) >= vocabulary:
+                raise Skip("a token id outside the tokenizer's vocabulary")
+            whole = [EncodedRow(list(found.input_ids), list(found.spans))]
+        else:
+            whole = encoder.rows(found)
+            if any(turn.answer_ids for turn in found.turns) and not encoder.uses_ids_of(found):
+                repairs.append("answer ids of another tokenizer: text tokenised again")
+            if len(whole) > 1:
+                repairs.append("history rewritten by the template: one row per answer")
+    except Skip as reason:
+        return Outcome(label, found.source, [], skipped=str(reason))
+    rows, rows_cut, gone, shortened, tokens = [], 0, 0, 0, 0
+    for row in whole:
+        kept, lost = cut(row, max_length)
+        rows_cut += bool(lost)
+        gone += len(row.spans) - len(kept.spans)
+        shortened += len(lost) - (len(row.spans) - len(kept.spans))
+        tokens += len(row.input_ids) - len(kept.input_ids)
+        if kept.spans:
+            rows.append(kept)
+    if not rows:
+        return Outcome(label, found.source, [], skipped=TOO_LONG)
+    rows_lost = len(whole) - len(rows)
+    return Outcome(
+        label, found.source, rows, tuple(repairs), None, rows_cut, rows_lost, gone, shortened, tokens
+    )
+
+
+def encode_all(
+    conversations: Iterable[Conversation | TokenRow], spec: EncoderSpec, processes: int
+) -> Iterator[Outcome]:
+    """Yield the outcome of every conversation, in order. The result does not depend on `processes`."""
+    source = iter(conversations)
+    first = list(islice(source, _SMALL)) if processes > 1 else []
+    if processes <= 1 or len(first) < _SMALL:
+        _start_encoder(spec)
+        for found in chain(first, source):
+            yield from _encode_batch([found])
+        return
+    yield from _in_processes(chain(first, source), spec, processes)
+
+
+def _in_processes(
+    source: Iterator[Conversation | TokenRow], spec: EncoderSpec, processes: int
+) -> Iterator[Outcome]:
+    context = multiprocessing.get_context("fork" if sys.platform == "linux" else "spawn")
+    parts = (spec.tokenizer, spec.template.parts, spec.max_length, os.getpid())
+    pool = ProcessPoolExecutor(processes, context, _start_worker, parts)
+    waiting: deque[Future[list[Outcome]]] = deque()
+    try:
+        while batch := list(islice(source, _BATCH)):
+            waiting.append(pool.submit(_encode_batch, batch))
+            if len(waiting) > 2 * processes:
+                yield from waiting.popleft().result()
+        while waiting:
+            yield from waiting.popleft().result()
+    except BrokenProcessPool as error:
+        raise UserError(
+            f"one of the {processes} worker processes died (out of memory?); use fewer with --num-proc"
+        ) from error
+    finally:
+        pool.shutdown(wait=True, cancel_futures=True)
+
+
+_encoder: tuple[Encoder, int, int] | None = None  # of this process, set once before its first batch
+
+
+def _start_encoder(spec: EncoderSpec) -> None:
+    global _encoder
+    _encoder = (Encoder(spec.tokenizer, spec.template), len(spec.tokenizer), spec.max_length)
+
+
+def _start_worker(
+    tokenizer: Any, template: tuple[str, str, dict[str, str]], max_length: int, parent: int
+) -> None:
+    """Leave Ctrl-C to the parent, die with it, and keep to one thread."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    threading.Thread(target=_die_with, args=(parent,), daemon=True).start()
+    _start_encoder(EncoderSpec(tokenizer, ChatTemplate(*template), max_length))
+
+
+def _die_with(parent: int) -> None:
+    while os.getppid() == parent:
+        time.sleep(1)
+    os._exit(1)
+
+
+def _encode_batch(batch: list[Conversation | TokenRow]) -> list[Outcome]:
+    assert _encoder is not None
+    return [encode(found, *_encoder) for found in batch]

@@ -1,0 +1,247 @@
+"""From turns to tokens: which tokens of a conversation are answers.
+
+Nothing is known about a template's headers. Each answer is found by rendering the conversation up to
+its prompt, then with the answer, then with a marker word in the answer's place:
+
+    prompt   the conversation before the answer, with the generation prompt
+    answer   the answer as the template shows it
+    ending   what the template puts behind it, up to its end-of-turn token
+
+The prompt's tokens are followed by those of answer and ending, as at inference, where the prompt is
+tokenised before the answer exists. Supervised is exactly answer + ending. An unfinished answer has no
+supervised ending. Rows run on through later turns as long as what was said is a prefix of the next
+prompt; a template that rewrites history breaks that, and each answer then gets a row of its own.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any
+
+from eagle_train.data.conversations import Conversation, Skip, Turn
+from eagle_train.data.templates import ChatTemplate, TemplateRefused
+from eagle_train.provenance import tokenizer_fingerprint
+
+_MARKER = "markerofanswer"
+
+
+@dataclass(frozen=True)
+class TurnText:
+    """One answer's text in three pieces, and its own token ids where it came with them.
+
+    `shown` is `prompt` + `answer` + `ending`: what a later prompt must begin with. `tail` follows it in
+    a finished conversation (a line break, as a rule).
+    """
+
+    prompt: str
+    answer: str
+    ending: str
+    tail: str
+    answer_ids: tuple[int, ...] | None
+    finished: bool
+
+    @property
+    def shown(self) -> str:
+        return self.prompt + self.answer + (self.ending if self.finished else "")
+
+
+@dataclass(frozen=True)
+class EncodedRow:
+    """Tokens of one row. `spans` are (first, last) of each answer, inclusive."""
+
+    input_ids: list[int]
+    spans: list[tuple[int, int]]
+
+
+class Encoder:
+    """Turns conversations into rows for one tokenizer and template.
+
+    `end_of_turn` is the token id (and text) that closes a finished answer, None where the template
+    closes answers with plain text: then answers end with their own last token.
+    """
+
+    def __init__(self, tokenizer: Any, template: ChatTemplate) -> None:
+        self.template = template
+        self.fingerprint = tokenizer_fingerprint(tokenizer)
+        self._tokenizer = tokenizer
+        self._backend = getattr(tokenizer, "backend_tokenizer", None)
+        if self._backend is not None:  # some tokenizer files ask for cutting and padding by themselves
+            self._backend.no_truncation()
+            self._backend.no_padding()
+        added = {str(token): number for number, token in tokenizer.added_tokens_decoder.items()}
+        longest_first = sorted(filter(None, added), key=len, reverse=True)
+        self._added = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
+        self._ids_of_added = added
+        self._stops = {number for number in (tokenizer.eos_token_id,) if number is not None}
+        self._short_ids = lru_cache(4096)(self._ids)
+        self._starts_clean = self._short_ids("x") == self._behind("\n", "x")
+
+    # -- tokens ---------------------------------------------------------------------------------
+
+    def _ids(self, text: str) -> list[int]:
+        if self._backend is not None:
+            return self._backend.encode_batch_fast([text], add_special_tokens=False)[0].ids
+        return self._tokenizer.encode(text, add_special_tokens=False)
+
+    def _behind(self, context: str, text: str) -> list[int] | None:
+        """Return the tokens of `text` behind `context`, None where a token would reach over the border."""
+        head = self._short_ids(context) if len(context) < 200 else self._ids(context)
+        both = self._ids(context + text)
+        return both[len(head) :] if both[: len(head)] == head else None
+
+    def ids_after(self, context: str, text: str) -> list[int]:
+        """Return the tokens `text` gets once `context` is already tokenised.
+
+        Tokenisers split at added tokens first, so only the text since the last of them matters. Where
+        a token would reach over the border, `text` is tokenised alone; tokenisers that begin a text
+        with a mark of their own are kept from it by a line break in front.
+        """
+        found = self._behind(context[self._last_added(context) :], text)
+        if found is None and not self._starts_clean:
+            found = self._behind("\n", text)
+        return self._ids(text) if found is None else found
+
+    def _last_added(self, text: str) -> int:
+        window = 256
+        while True:
+            start = max(0, len(text) - window)
+            places = [match.start() for match in self._added.finditer(text, start)]
+            if places or not start:
+                return places[-1] if places else 0
+            window *= 8
+
+    # -- text -----------------------------------------------------------------------------------
+
+    def turn_text(self, turns: Sequence[Turn], place: int, own_ids: bool) -> TurnText:
+        """Return the pieces of the answer `turns[place]`; `own_ids` allows the ids it came with.
+
+        Raises Skip where the template refuses these turns or does not show the answer.
+        """
+        messages = [turn.message() for turn in turns[: place + 1]]
+        turn = turns[place]
+        try:
+            prompt = self.template.render(messages[:-1], generation_prompt=True)
+            whole = self.template.render(messages)
+            marked = self.template.render([*messages[:-1], {"role": turn.role, "content": _MARKER}])
+        except TemplateRefused as error:
+            raise Skip(f"refused by the chat template: {error}") from error
+        before, marker, behind = marked.rpartition(_MARKER)
+        if not marker or not whole.endswith(behind):
+            raise Skip("the chat template does not show the answer as given")
+        body_end = len(whole) - len(behind)
+        if whole.startswith(prompt) and len(prompt) <= body_end:
+            answer = whole[len(prompt) : body_end]
+            supplied = before[len(prompt) :] if before.startswith(prompt) else ""
+        elif whole.startswith(before) and len(before) <= body_end:
+            # The generation prompt writes something (an empty think block) that the finished turn lacks.
+            answer, supplied = whole[len(before) : body_end], ""
+            opening = prompt[_common(prompt, before) :].rstrip()
+            if opening and turn.content.lstrip().startswith(opening):
+                answer = turn.content.lstrip()[len(opening) :]
+                answer = answer[len(prompt) - len(prompt.rstrip()) :] if answer[:1].isspace() else answer
+        else:
+            raise Skip("the chat template does not show the answer as given")
+        ids = turn.answer_ids if own_ids else None
+        if supplied.strip() and answer.startswith(supplied) and ids is None:
+            # What the template writes before any answer belongs to the prompt; a mere space does not.
+            supplied = supplied.rstrip(" ")
+            prompt, answer = prompt + supplied, answer[len(supplied) :]
+        if not answer.strip() and ids is None:
+            raise Skip("the chat template does not show the answer as given")
+        ending = self._ending(behind)
+        return TurnText(prompt, answer, ending, behind[len(ending) :], ids, turn.finished)
+
+    def _ending(self, behind: str) -> str:
+        """Return `behind` up to its first added token: the end of turn. Empty where there is none."""
+        found = self._added.search(behind)
+        return behind[: found.end()] if found else ""
+
+    @property
+    def end_of_turn(self) -> tuple[int, str] | None:
+        probe = (Turn("user", "Hello"), Turn("assistant", "Hi"))
+        found = self._added.search(self.turn_text(probe, 1, False).ending)
+        return (self._ids_of_added[found.group()], found.group()) if found else None
+
+    def _dropped(self, turns: Sequence[Turn], prompt: str) -> None:
+        """Raise Skip when the prompt lacks the text of a system, user or tool turn."""
+        for turn in turns:
+            if turn.role != "assistant" and turn.content.strip() not in prompt:
+                raise Skip(f"the chat template drops or changes a {turn.role} turn")
+
+    # -- rows -----------------------------------------------------------------------------------
+
+    def uses_ids_of(self, conversation: Conversation) -> bool:
+        """True when the conversation's answer ids are of this very tokenizer."""
+        return conversation.tokenizer_fingerprint == self.fingerprint
+
+    def texts(self, conversation: Conversation) -> list[TurnText]:
+        """Return the pieces of every answer, in order. Raises Skip."""
+        own_ids = self.uses_ids_of(conversation)
+        turns = conversation.turns
+        places = [place for place, turn in enumerate(turns) if turn.role == "assistant"]
+        found = [self.turn_text(turns, place, own_ids) for place in places]
+        self._dropped(turns[: places[-1]], found[-1].prompt)
+        return found
+
+    def rows(self, conversation: Conversation) -> list[EncodedRow]:
+        """Return one row, or one per answer where the template rewrites history. Raises Skip."""
+        texts = self.texts(conversation)
+        runs_on = all(
+            later.prompt.startswith(now.shown) for now, later in zip(texts, texts[1:], strict=False)
+        )
+        return [self._row(texts)] if runs_on else [self._row([text]) for text in texts]
+
+    def prompt_ids(self, conversation: Conversation) -> list[int]:
+        """Return the tokens before the last answer, as they stand in this conversation's last row."""
+        row = self.rows(conversation)[-1]
+        return row.input_ids[: row.spans[-1][0]]
+
+    def _row(self, texts: Sequence[TurnText]) -> EncodedRow:
+        ids = self._ids(texts[0].prompt)
+        spans: list[tuple[int, int]] = []
+        said = texts[0].prompt
+        for number, text in enumerate(texts):
+            if number:
+                ids += self.ids_after(said, text.prompt[len(said) :])
+            answer = self._answer_ids(text)
+            spans.append((len(ids), len(ids) + len(answer) - 1))
+            ids += answer
+            said = text.shown
+        if texts[-1].finished and texts[-1].tail:
+            ids += self.ids_after(said, texts[-1].tail)
+        return EncodedRow(ids, spans)
+
+    def _answer_ids(self, text: TurnText) -> list[int]:
+        if text.answer_ids is not None:
+            return list(text.answer_ids)
+        ending = text.ending if text.finished else ""
+        ids = self.ids_after(text.prompt, text.answer + ending)
+        closing = self._added.search(text.ending)
+        stops = self._stops | ({self._ids_of_added[closing.group()]} if closing else set())
+        if stops.intersection(ids[:-1] if ending else ids):
+            raise Skip("an answer holds the end-of-turn token in its middle")
+        return ids
+
+
+def cut(row: EncodedRow, max_length: int) -> tuple[EncodedRow, list[tuple[int, int]]]:
+    """Cut `row` on the right to `max_length` tokens; return it with the spans that were lost or shortened.
+
+    An answer that is cut has no end-of-turn token. A cut row ends at its last supervised token.
+    """
+    if len(row.input_ids) <= max_length:
+        return row, []
+    kept = [(first, min(last, max_length - 1)) for first, last in row.spans if first < max_length]
+    lost = [span for span in row.spans if span[1] >= max_length]
+    length = kept[-1][1] + 1 if kept else 0
+    return replace(row, input_ids=row.input_ids[:length], spans=kept), lost
+
+
+def _common(one: str, other: str) -> int:
+    """Return the length of the longest common beginning."""
+    for place, (left, right) in enumerate(zip(one, other, strict=False)):
+        if left != right:
+            return place
+    return min(len(one), len(other))

@@ -1,0 +1,268 @@
+"""``eagle prepare``: conversations to rows of tokens with a loss mask, in one process of its own stage."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shutil
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from eagle_train.data.conversations import TokenRow
+from eagle_train.data.encoding import EncoderSpec, Outcome, encode_all
+from eagle_train.data.mask import Encoder
+from eagle_train.data.reading import Tally, read_sources
+from eagle_train.data.rows import FORMAT_VERSION, RowsWritten, read_rows_info, write_dataset
+from eagle_train.data.sources import Source, find_sources
+from eagle_train.data.templates import ChatTemplate, load_template
+from eagle_train.data.tokenizer import load_tokenizer
+from eagle_train.distributed import world_size
+from eagle_train.errors import UserError
+from eagle_train.io import make_folder, os_error, write_json
+from eagle_train.progress import progress
+from eagle_train.provenance import tokenizer_fingerprint, tool_version
+
+_BAD_LISTED = 1000  # damaged records named in rows.json; all are counted
+
+
+def prepare(
+    sources: list[str],
+    target: str,
+    out: str | Path,
+    *,
+    chat_template: str | None = None,
+    max_length: int = 2048,
+    skip_bad: bool = False,
+    num_proc: int | None = None,
+    overwrite: bool = False,
+    trust_remote_code: bool = False,
+    show: bool = True,
+) -> dict[str, Any]:
+    """Make the rows folder `out` from conversations; return its ``rows.json`` as a dict.
+
+    `sources` are files, folders, globs or hub datasets; `target` a hub id, directory or .gguf file whose
+    tokenizer is used; `chat_template` None for the tokenizer's own, ``vicuna``, ``llama-2`` or a file;
+    `max_length` in tokens, cut on the right. When `out` already holds the rows of the same input,
+    tokenizer, template and length, nothing is done and the dict has ``"reused": True``.
+
+    Raises UserError for anything the user must change, and when no row is left.
+    """
+    if world_size() > 1:
+        raise UserError("eagle prepare runs as one process; start it without torchrun")
+    if max_length < 2:
+        raise UserError(f"--max-length {max_length}: wanted 2 or more tokens")
+    folder = Path(out)
+    tokenizer = load_tokenizer(target, trust_remote_code)
+    inputs = find_sources(sources)
+    template = _template(tokenizer, chat_template, inputs)
+    key = {
+        "inputs": [source.identity for source in inputs],
+        "tokenizer_fingerprint": tokenizer_fingerprint(tokenizer),
+        "template_fingerprint": template.fingerprint,
+        "max_length": max_length,
+    }
+    earlier = _already_there(folder, key, skip_bad, overwrite)
+    if earlier is not None:
+        return {**earlier, "reused": True}
+    spec = EncoderSpec(tokenizer, template, max_length)
+    end_of_turn = _probe(Encoder(tokenizer, template)) if template.name != "none" else None
+    import datasets  # noqa: F401  # slow to load: before the progress starts
+
+    tally, counts = Tally(), _Counts()
+    with _new_folder(folder) as temporary:
+        with progress("prepare", sum(_kilo(source.size) for source in inputs), "kB", show) as bar:
+            found = read_sources(inputs, tally, skip_bad, _in_kilos(bar.advance))
+            outcomes = encode_all(found, spec, num_proc or _processors())
+            written = write_dataset(temporary, counts.passing(outcomes))
+        summary = {
+            "format_version": FORMAT_VERSION,
+            "target": str(Path(target).resolve()) if Path(target).exists() else target,
+            "chat_template": template.name,
+            **key,
+            "end_of_turn": end_of_turn,
+            **_figures(written, tally, counts),
+            "tool_version": tool_version(),
+        }
+        if not written.rows:
+            raise UserError(_nothing_left(summary["counts"]))
+        write_json(temporary / "rows.json", summary)
+    return {**summary, "reused": False}
+
+
+@dataclass
+class _Counts:
+    """Sums over outcomes as they pass."""
+
+    kept: int = 0
+    repaired: Counter[str] = field(default_factory=Counter)
+    skipped: Counter[str] = field(default_factory=Counter)
+    truncated: Counter[str] = field(default_factory=Counter)
+
+    def passing(self, outcomes: Iterator[Outcome]) -> Iterator[Outcome]:
+        for outcome in outcomes:
+            if outcome.skipped is not None:
+                self.skipped[outcome.skipped] += 1
+                continue
+            self.kept += 1
+            self.repaired.update(outcome.repairs)
+            self.truncated.update(
+                rows=outcome.rows_cut,
+                rows_left_without_answer=outcome.rows_lost,
+                answers_dropped=outcome.answers_cut,
+                answers_shortened=outcome.answers_shortened,
+                tokens_cut=outcome.tokens_cut,
+            )
+            yield outcome
+
+
+def _figures(written: RowsWritten, tally: Tally, counts: _Counts) -> dict[str, Any]:
+    frequencies = sorted(written.frequencies.items())
+    return {
+        "rows": written.rows,
+        "tokens": written.tokens,
+        "supervised_tokens": written.supervised_tokens,
+        "rows_digest": written.digest,
+        "counts": {
+            "read": tally.read,
+            "kept": counts.kept,
+            "repaired": dict(counts.repaired.most_common()),
+            "skipped": dict((counts.skipped + tally.skipped).most_common()),
+            "truncated": dict(counts.truncated),
+            "bad": len(tally.bad),
+            "copies": written.copies,
+        },
+        "bad_records": tally.bad[:_BAD_LISTED],
+        "supervised_frequencies": {str(token): count for token, count in frequencies},
+    }
+
+
+def _nothing_left(counts: dict[str, Any]) -> str:
+    reasons = ", ".join(f"{reason}: {count}" for reason, count in counts["skipped"].items())
+    if counts["bad"]:
+        reasons = f"{reasons}, damaged: {counts['bad']}".lstrip(", ")
+    return f"no row is left of {counts['read']} conversations ({reasons or 'the input is empty'}); see the reasons"
+
+
+def _template(tokenizer: Any, chat_template: str | None, inputs: list[Source]) -> ChatTemplate:
+    """Load the template; input that came as tokens needs none, and then there may be none."""
+    try:
+        return load_template(tokenizer, chat_template)
+    except UserError:
+        first = next(read_sources(inputs, Tally(), skip_bad=True), None)
+        if chat_template is not None or not isinstance(first, TokenRow):
+            raise
+        return ChatTemplate("{{ raise_exception('the tokenizer has no chat template') }}", "none", {})
+
+
+def _probe(encoder: Encoder) -> dict[str, Any] | None:
+    """Try the template on one exchange; return the end-of-turn token. Raises UserError where it fails."""
+    found = encoder.end_of_turn
+    return {"id": found[0], "text": found[1]} if found else None
+
+
+def _already_there(
+    folder: Path, key: dict[str, Any], skip_bad: bool, overwrite: bool
+) -> dict[str, Any] | None:
+    """Return the summary of equal rows in `folder`, None when it is free; raise UserError otherwise."""
+    if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
+        return None
+    if not (folder / "rows.json").is_file():
+        raise UserError(f"{folder}: exists and holds no prepared rows; give another --out")
+    if overwrite:
+        return None
+    info = read_rows_info(folder)
+    differing = [
+        _difference(name, info.get(name), wanted) for name, wanted in key.items() if info.get(name) != wanted
+    ]
+    if info["counts"]["bad"] and not skip_bad:
+        differing.append("it was made with --skip-bad")
+    if differing:
+        raise UserError(
+            f"{folder}: holds rows made otherwise: {'; '.join(differing)}; give another --out, or --overwrite"
+        )
+    return info
+
+
+def _difference(name: str, there: Any, wanted: Any) -> str:
+    if name == "inputs":
+        return (
+            "the input files differ (" + ", ".join(str(item.get("name")) for item in there or []) + " there)"
+        )
+    return f"{name} {there} there, {wanted} now"
+
+
+@contextlib.contextmanager
+def _new_folder(folder: Path) -> Iterator[Path]:
+    """Yield the path of a folder to make; on success it takes the place of `folder`, else it is removed."""
+    make_folder(folder.parent)
+    _remove_stale(folder)
+    work = folder.with_name(f".{folder.name}.{os.getpid()}.tmp")
+    temporary = work / "rows"
+    try:
+        make_folder(work)
+        yield temporary
+        _flush(temporary)
+        if folder.exists():
+            os.replace(folder, work / "before")
+        try:
+            os.replace(temporary, folder)
+        except BaseException:
+            if (work / "before").exists():
+                os.replace(work / "before", folder)
+            raise
+    except OSError as error:
+        raise os_error(folder, error) from error
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
+
+
+def _remove_stale(folder: Path) -> None:
+    """Remove what killed runs left beside `folder`."""
+    for left in folder.parent.glob(f".{folder.name}.*.tmp"):
+        number = re.fullmatch(re.escape(f".{folder.name}.") + r"(\d+)\.tmp", left.name)
+        if number and not _runs(int(number.group(1))):
+            shutil.rmtree(left, ignore_errors=True)
+
+
+def _runs(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
+
+
+def _flush(folder: Path) -> None:
+    for path in (*folder.iterdir(), folder):
+        handle = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
+
+
+def _processors() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _kilo(size: int) -> int:
+    return size // 1000
+
+
+def _in_kilos(advance: Any) -> Any:
+    """Pass whole kilobytes on, keeping the rest."""
+    rest = 0
+
+    def add(count: int) -> None:
+        nonlocal rest
+        kilos, rest = divmod(rest + count, 1000)
+        if kilos:
+            advance(kilos)
+
+    return add

@@ -1,0 +1,174 @@
+"""Prepared rows on disk: a datasets folder and beside it ``rows.json``.
+
+Columns: `row_id` (hash of tokens and spans, then the number of its occurrence), `conversation_id`,
+`input_ids` int32, `loss_mask` uint8 (1 on answers and their end-of-turn tokens), `spans` ([first, last]
+of each answer, inclusive), `source`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from eagle_train.data.encoding import Outcome
+from eagle_train.data.mask import EncodedRow
+from eagle_train.errors import UserError
+from eagle_train.io import read_json
+
+FORMAT_VERSION = 1
+_PER_WRITE = 512
+
+
+@dataclass(frozen=True)
+class Rows:
+    """A folder of prepared rows. `info` is its ``rows.json``; `dataset` a ``datasets.Dataset``."""
+
+    path: Path
+    dataset: Any
+    info: dict[str, Any]
+
+    def __len__(self) -> int:
+        return int(self.dataset.num_rows)
+
+    @property
+    def supervised_frequencies(self) -> dict[int, int]:
+        """How often each token id is supervised."""
+        return {int(token): count for token, count in self.info["supervised_frequencies"].items()}
+
+
+def open_rows(folder: str | Path) -> Rows:
+    """Open what ``eagle prepare`` made. Raises UserError when it is missing, damaged or of another format."""
+    import datasets
+
+    path = Path(folder)
+    info = read_rows_info(path)
+    try:
+        dataset = datasets.load_from_disk(str(path))
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UserError(
+            f"{path}: damaged rows ({error}); run eagle prepare again with --overwrite"
+        ) from error
+    if dataset.num_rows != info.get("rows"):
+        raise UserError(
+            f"{path}: holds {dataset.num_rows} rows, rows.json says {info.get('rows')}; run eagle prepare again "
+            "with --overwrite"
+        )
+    return Rows(path, dataset, info)
+
+
+def read_rows_info(path: Path) -> dict[str, Any]:
+    """Return ``rows.json`` of a rows folder, checked to be of this format."""
+    info = read_json(
+        path / "rows.json", "make the rows with: eagle prepare DATA --target T --out " + str(path)
+    )
+    if info.get("format_version") != FORMAT_VERSION:
+        raise UserError(
+            f"{path}/rows.json: format {info.get('format_version')}, wanted {FORMAT_VERSION}; run eagle prepare "
+            "again with --overwrite"
+        )
+    return info
+
+
+@dataclass
+class RowsWritten:
+    """What was written. `digest` covers every row id in order: equal digests, equal rows."""
+
+    rows: int = 0
+    tokens: int = 0
+    supervised_tokens: int = 0
+    frequencies: Counter[int] = field(default_factory=Counter)
+    digest: str = ""
+    copies: int = 0
+
+
+def write_dataset(folder: Path, outcomes: Iterable[Outcome]) -> RowsWritten:
+    """Write the rows of `outcomes` into the new folder `folder`, streaming; return what they amount to."""
+    import datasets
+    from datasets.arrow_writer import ArrowWriter
+
+    written, seen, digest = RowsWritten(), Counter[bytes](), hashlib.sha256()
+    features = datasets.Features(
+        row_id=datasets.Value("string"),
+        conversation_id=datasets.Value("string"),
+        input_ids=datasets.List(datasets.Value("int32")),
+        loss_mask=datasets.List(datasets.Value("uint8")),
+        spans=datasets.List(datasets.List(datasets.Value("int32"))),
+        source=datasets.Value("string"),
+    )
+    raw = folder.with_name(folder.name + ".arrow")
+    columns: dict[str, list[Any]] = {name: [] for name in features}
+    writer = ArrowWriter(features=features, path=str(raw))
+    try:
+        for outcome in outcomes:
+            for row in outcome.rows:
+                row_hash = _row_hash(row)
+                row_id = f"{row_hash.hex()}-{seen[row_hash]}"
+                written.copies += seen[row_hash] > 0
+                seen[row_hash] += 1
+                digest.update(row_id.encode())
+                _append(columns, row_id, outcome, row)
+                _count(written, row)
+            if len(columns["row_id"]) >= _PER_WRITE:
+                _flush(writer, columns)
+        if columns["row_id"]:
+            _flush(writer, columns)
+        if written.rows:
+            writer.finalize()
+    finally:
+        writer.close()
+    written.digest = digest.hexdigest()
+    if written.rows:
+        _save(raw, folder, written.digest)
+    raw.unlink(missing_ok=True)
+    return written
+
+
+def _row_hash(row: EncodedRow) -> bytes:
+    parts = array("i", row.input_ids), array("i", [end for span in row.spans for end in span])
+    return hashlib.sha256(b"|".join(part.tobytes() for part in parts)).digest()[:8]
+
+
+def _append(columns: dict[str, list[Any]], row_id: str, outcome: Outcome, row: EncodedRow) -> None:
+    mask = bytearray(len(row.input_ids))
+    for first, last in row.spans:
+        mask[first : last + 1] = b"\x01" * (last + 1 - first)
+    columns["row_id"].append(row_id)
+    columns["conversation_id"].append(outcome.conversation_id)
+    columns["input_ids"].append(row.input_ids)
+    columns["loss_mask"].append(list(mask))
+    columns["spans"].append([list(span) for span in row.spans])
+    columns["source"].append(outcome.source)
+
+
+def _count(written: RowsWritten, row: EncodedRow) -> None:
+    written.rows += 1
+    written.tokens += len(row.input_ids)
+    for first, last in row.spans:
+        written.supervised_tokens += last + 1 - first
+        written.frequencies.update(row.input_ids[first : last + 1])
+
+
+def _flush(writer: Any, columns: dict[str, list[Any]]) -> None:
+    writer.write_batch(columns)
+    for values in columns.values():
+        values.clear()
+
+
+def _save(raw: Path, folder: Path, digest: str) -> None:
+    """Lay the Arrow file out as a datasets folder whose bytes depend on the rows alone."""
+    import datasets
+
+    dataset = datasets.Dataset.from_file(str(raw))
+    dataset._fingerprint = digest[:16]
+    shown = datasets.are_progress_bars_disabled()
+    datasets.disable_progress_bars()
+    try:
+        dataset.save_to_disk(str(folder))
+    finally:
+        if not shown:
+            datasets.enable_progress_bars()

@@ -1,0 +1,242 @@
+"""Where conversations come from: files, folders, globs, hub datasets; read one record at a time."""
+
+from __future__ import annotations
+
+import glob
+import gzip
+import json
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, BinaryIO, cast
+
+from eagle_train.data.conversations import RECORD_FIELDS
+from eagle_train.data.json_stream import Damaged, read_lines, read_values
+from eagle_train.errors import UserError
+from eagle_train.io import os_error, sha256_file
+
+LINE_FORMS = (".jsonl", ".ndjson", ".jsonl.gz", ".ndjson.gz")
+FILE_FORMS = (*LINE_FORMS, ".json", ".json.gz", ".parquet")
+_WRAPPERS = ("data", "train", "rows", "records", "examples")
+
+
+@dataclass(frozen=True)
+class Entry:
+    """Record `number` (from 1) of a source, starting at `line`; a `Damaged` value where it cannot be
+    read. `read` is how much of `Source.size` had been read by then."""
+
+    number: int
+    line: int
+    value: Any
+    read: int
+
+
+@dataclass(frozen=True)
+class Source:
+    """One input. `identity` tells its content: two runs whose identities agree read the same records.
+    `name` is the file's name alone, so that moving a file changes nothing that is made of it."""
+
+    name: str
+    size: int
+    identity: dict[str, Any]
+    _path: Path | None = None
+    _dataset: Any = field(default=None, repr=False)
+
+    def entries(self) -> Iterator[Entry]:
+        """Yield every record in order. Raises UserError when the source cannot be opened."""
+        if self._dataset is not None:
+            yield from _dataset_entries(self)
+        elif self.name.endswith(".parquet"):
+            yield from _parquet_entries(self)
+        else:
+            yield from _json_entries(self)
+
+    @property
+    def path(self) -> Path:
+        """The file; only file sources have one."""
+        assert self._path is not None
+        return self._path
+
+    @property
+    def dataset(self) -> Any:
+        """The loaded dataset, None for files."""
+        return self._dataset
+
+    def place(self, entry: Entry) -> str:
+        """Return where `entry` stands, for a message: file, line and record."""
+        return f"{self._path or self.name}:{entry.line} (record {entry.number})"
+
+
+def find_sources(data: list[str]) -> list[Source]:
+    """Return the inputs named by `data`, in order: files, folders and globs sorted by name.
+
+    A name that is neither is taken as a hub dataset ``owner/name[:split]``. Raises UserError for
+    what cannot be found, an unknown file form, or a folder without data files.
+    """
+    sources: list[Source] = []
+    for name in data:
+        path = Path(name).expanduser()
+        if path.is_dir():
+            sources += _folder(path)
+        elif path.exists():
+            sources.append(_file(path))
+        elif any(sign in name for sign in "*?["):
+            found = sorted(Path(hit) for hit in glob.glob(str(path), recursive=True))
+            files = [hit for hit in found if hit.is_file() and _form(hit)]
+            if not files:
+                raise UserError(f"{name}: no file of this pattern; wanted {', '.join(FILE_FORMS)}")
+            sources += [_file(hit) for hit in files]
+        else:
+            sources.append(_hub_dataset(name))
+    return sources
+
+
+def _form(path: Path) -> str | None:
+    return next((form for form in FILE_FORMS if path.name.lower().endswith(form)), None)
+
+
+def _file(path: Path) -> Source:
+    if _form(path) is None:
+        raise UserError(f"{path}: unknown file form '{path.suffix}'; wanted {', '.join(FILE_FORMS)}")
+    try:
+        size, digest = path.stat().st_size, sha256_file(path)
+    except OSError as error:
+        raise os_error(path, error) from error
+    return Source(path.name, size, {"name": path.name, "sha256": digest}, _path=path)
+
+
+def _folder(path: Path) -> list[Source]:
+    if (path / "state.json").exists() or (path / "dataset_dict.json").exists():
+        return [_saved_dataset(path)]
+    files = sorted(file for file in path.rglob("*") if file.is_file() and _form(file))
+    if not files:
+        raise UserError(f"{path}: no data files in this folder; wanted {', '.join(FILE_FORMS)}")
+    return [_file(file) for file in files]
+
+
+def _saved_dataset(path: Path) -> Source:
+    import datasets
+
+    try:
+        dataset = datasets.load_from_disk(str(path))
+    except (OSError, ValueError, KeyError) as error:
+        raise UserError(f"{path}: not a readable datasets folder ({error})") from error
+    return _from_dataset(path.name, _one_split(dataset, path.name, None))
+
+
+def _hub_dataset(name: str) -> Source:
+    identity, _, split = name.partition(":")
+    if _form(Path(name)) or name.startswith((".", "/", "~")) or identity.count("/") != 1:
+        raise UserError(f"{name}: no such file or folder")
+    import datasets
+
+    try:
+        loaded = datasets.load_dataset(identity)
+    except Exception as error:  # the hub client, the loaders and the network each raise their own kinds
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise UserError(
+            f"{name}: no such file or folder, and as a hub dataset it cannot be loaded ({reason}); check the "
+            "name, or the network and HF_HUB_OFFLINE"
+        ) from error
+    return _from_dataset(identity, _one_split(loaded, identity, split or None))
+
+
+def _one_split(loaded: Any, name: str, split: str | None) -> Any:
+    if not isinstance(loaded, dict):
+        return loaded
+    chosen = split or ("train" if "train" in loaded else next(iter(loaded)) if len(loaded) == 1 else None)
+    if chosen not in loaded:
+        raise UserError(
+            f"{name}: wanted one of the splits {', '.join(loaded)}; name it as {name}:{next(iter(loaded))}"
+        )
+    return loaded[chosen]
+
+
+def _from_dataset(name: str, dataset: Any) -> Source:
+    known = [column for column in dataset.column_names if column in RECORD_FIELDS]
+    if not known:
+        raise UserError(f"{name}: no conversations; its columns are {', '.join(dataset.column_names)}")
+    dataset = dataset.select_columns(known)
+    identity = {"name": name, "fingerprint": dataset._fingerprint}
+    return Source(name, max(dataset.num_rows, 1) * 1000, identity, _dataset=dataset)
+
+
+def _dataset_entries(source: Source) -> Iterator[Entry]:
+    number = 0
+    for batch in source.dataset.with_format("arrow").iter(256):
+        for record in batch.to_pylist():
+            number += 1
+            yield Entry(number, number, record, number * 1000)
+
+
+def _parquet_entries(source: Source) -> Iterator[Entry]:
+    import pyarrow
+    import pyarrow.parquet
+
+    number = 0
+    try:
+        with pyarrow.parquet.ParquetFile(source.path) as file:
+            known = [name for name in file.schema_arrow.names if name in RECORD_FIELDS]
+            rows = max(file.metadata.num_rows, 1)
+            for batch in file.iter_batches(256, columns=known):
+                for record in batch.to_pylist():
+                    number += 1
+                    yield Entry(number, number, record, source.size * number // rows)
+    except (pyarrow.ArrowException, OSError) as error:
+        reason = str(error).strip().splitlines()[0]
+        damage = Damaged(f"cannot be read further ({reason})")
+        yield Entry(number + 1, number + 1, damage, source.size)
+
+
+def _json_entries(source: Source) -> Iterator[Entry]:
+    number = 0
+    try:
+        with open(source.path, "rb") as raw:
+            # A gzip reader is a buffered binary reader in all but its declared type.
+            handle = cast(BinaryIO, gzip.open(raw)) if source.name.endswith(".gz") else raw
+            by_line = source.name.lower().endswith(LINE_FORMS) and not _opens_an_array(handle)
+            handle.seek(0)
+            for line, value in read_lines(handle) if by_line else read_values(handle):
+                for item in _unwrapped(value):
+                    number += 1
+                    yield Entry(number, line, item, _position(raw))
+    except OSError as error:
+        raise os_error(source.path, error) from error
+
+
+def _position(raw: BinaryIO) -> int:
+    return os.lseek(raw.fileno(), 0, os.SEEK_CUR)  # tell() is refused while lines are iterated
+
+
+def _opens_an_array(handle: BinaryIO) -> bool:
+    """True when a file called JSON lines is one array over many lines."""
+    try:
+        first = handle.readline().decode("utf-8", "replace").strip(" \t\r\n\ufeff")
+    except (EOFError, OSError):
+        return False
+    if not first.startswith("["):
+        return False
+    try:
+        json.loads(first)
+    except ValueError:
+        return first in ("[", "[{")
+    return False
+
+
+def _unwrapped(value: Any) -> list[Any]:
+    """Open what holds several records: ``{"data": [...]}``, or a line that is an array of records."""
+    if isinstance(value, dict) and not any(name in value for name in RECORD_FIELDS):
+        inner = next((value[name] for name in _WRAPPERS if isinstance(value.get(name), list)), None)
+        return [value] if inner is None else inner
+    if (
+        isinstance(value, list)
+        and value
+        and all(isinstance(item, dict) and not _is_turn(item) for item in value)
+    ):
+        return value
+    return [value]
+
+
+def _is_turn(item: dict[str, Any]) -> bool:
+    return "role" in item or "from" in item

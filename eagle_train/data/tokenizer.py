@@ -1,0 +1,41 @@
+"""Loading the target's tokenizer from a hub id, a directory or a .gguf file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from eagle_train.errors import UserError
+
+
+def load_tokenizer(target: str, trust_remote_code: bool = False) -> Any:
+    """Return the tokenizer of `target`: a hub id, a directory, or a ``.gguf`` file.
+
+    Nothing is fetched when ``HF_HUB_OFFLINE=1``. Raises UserError when there is no tokenizer to load.
+    """
+    from transformers import AutoTokenizer
+
+    path = Path(target)
+    arguments: dict[str, Any] = {"trust_remote_code": trust_remote_code}
+    name = target
+    if target.endswith(".gguf"):
+        if not path.is_file():
+            raise UserError(f"{target}: no such file; give a hub id, a directory or a .gguf file")
+        name, arguments["gguf_file"] = str(path.parent), path.name
+    elif not path.exists() and _looks_like_path(target):
+        raise UserError(f"{target}: no such directory; give a hub id, a directory or a .gguf file")
+    elif path.is_file():
+        raise UserError(f"{target}: is a file; give a hub id, a directory or a .gguf file")
+    try:
+        return AutoTokenizer.from_pretrained(name, **arguments)
+    except (OSError, ValueError, ImportError, KeyError, AttributeError) as error:
+        reason = str(error).strip().splitlines()
+        raise UserError(
+            f"{target}: no tokenizer could be loaded ({reason[0] if reason else type(error).__name__}); "
+            "give a hub id, a directory with tokenizer files, or a .gguf file"
+        ) from error
+
+
+def _looks_like_path(target: str) -> bool:
+    """A hub id is ``name`` or ``owner/name``; everything else was meant as a path."""
+    return target.startswith((".", "/", "~")) or target.count("/") > 1 or "\\" in target
