@@ -24,8 +24,8 @@ def describe_row(
     found, wanted = tokenizer_fingerprint(tokenizer), rows.info["tokenizer_fingerprint"]
     if found != wanted:
         raise UserError(
-            f"{rows.path}: made with tokenizer {wanted}, but {target or rows.info['target']} now has {found}; "
-            "give the right one with --target"
+            f"{rows.path}: made with tokenizer {wanted}, but {target or rows.info['target']} now has "
+            f"{found}; give the right one with --target"
         )
     row = dict(rows.dataset[number])
     row["segments"] = _segments(tokenizer, row["input_ids"], row["spans"])
@@ -69,9 +69,8 @@ def print_coloured(segments: list[dict[str, Any]]) -> None:
 def count_lines(info: dict[str, Any]) -> list[str]:
     """Return the counts of a rows folder by reason, one short line each."""
     counts = info["counts"]
-    share = info["supervised_tokens"] / max(info["tokens"], 1)
     lines = [
-        f"{info['rows']:,} rows, {info['tokens']:,} tokens, {info['supervised_tokens']:,} supervised ({share:.0%})",
+        f"{info['rows']:,} rows, {info['tokens']:,} tokens, {info['supervised_tokens']:,} supervised",
         f"conversations: {counts['read']:,} read, {counts['kept']:,} kept, "
         f"{sum(counts['skipped'].values()):,} skipped; damaged records: {counts['bad']:,}",
     ]

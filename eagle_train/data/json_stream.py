@@ -29,7 +29,7 @@ class Damaged:
 
 
 def read_lines(handle: BinaryIO) -> Iterator[tuple[int, Any]]:
-    """Yield (line, value or Damaged) of a JSON-lines file; blank lines and a byte-order mark are passed over."""
+    """Yield (line, value or Damaged) of a JSON-lines file; blank lines and byte-order marks are ignored."""
     number = 0
     try:
         for number, raw in enumerate(handle, start=1):

@@ -19,6 +19,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import pairwise
 from typing import Any
 
 from eagle_train.data.conversations import Conversation, Skip, Turn
@@ -75,6 +76,7 @@ class Encoder:
         longest_first = sorted(filter(None, added), key=len, reverse=True)
         self._added = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
         self._ids_of_added = added
+        self._swallowing = {str(token) for token in tokenizer.added_tokens_decoder.values() if token.rstrip}
         self._stops = {number for number in (tokenizer.eos_token_id,) if number is not None}
         self._short_ids = lru_cache(4096)(self._ids)
         self._starts_clean = self._short_ids("x") == self._behind("\n", "x")
@@ -92,14 +94,17 @@ class Encoder:
         both = self._ids(context + text)
         return both[len(head) :] if both[: len(head)] == head else None
 
-    def ids_after(self, context: str, text: str) -> list[int]:
+    def ids_after(self, context: str, text: str, generated: bool = False) -> list[int]:
         """Return the tokens `text` gets once `context` is already tokenised.
 
         Tokenisers split at added tokens first, so only the text since the last of them matters. Where
         a token would reach over the border, `text` is tokenised alone; tokenisers that begin a text
-        with a mark of their own are kept from it by a line break in front.
+        with a mark of their own are kept from it by a line break in front. Some added tokens swallow the
+        white space behind them when a text is read, but not when a model generates it.
         """
-        found = self._behind(context[self._last_added(context) :], text)
+        near = context[self._last_added(context) :]
+        swallowed = generated and text[:1].isspace() and near.rstrip() in self._swallowing
+        found = None if swallowed else self._behind(near, text)
         if found is None and not self._starts_clean:
             found = self._behind("\n", text)
         return self._ids(text) if found is None else found
@@ -189,9 +194,7 @@ class Encoder:
     def rows(self, conversation: Conversation) -> list[EncodedRow]:
         """Return one row, or one per answer where the template rewrites history. Raises Skip."""
         texts = self.texts(conversation)
-        runs_on = all(
-            later.prompt.startswith(now.shown) for now, later in zip(texts, texts[1:], strict=False)
-        )
+        runs_on = all(after.prompt.startswith(text.shown) for text, after in pairwise(texts))
         return [self._row(texts)] if runs_on else [self._row([text]) for text in texts]
 
     def prompt_ids(self, conversation: Conversation) -> list[int]:
@@ -218,7 +221,7 @@ class Encoder:
         if text.answer_ids is not None:
             return list(text.answer_ids)
         ending = text.ending if text.finished else ""
-        ids = self.ids_after(text.prompt, text.answer + ending)
+        ids = self.ids_after(text.prompt, text.answer + ending, generated=True)
         closing = self._added.search(text.ending)
         stops = self._stops | ({self._ids_of_added[closing.group()]} if closing else set())
         if stops.intersection(ids[:-1] if ending else ids):

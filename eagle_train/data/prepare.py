@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from eagle_train.data.conversations import TokenRow
+from eagle_train.data.conversations import Skip, TokenRow
 from eagle_train.data.encoding import EncoderSpec, Outcome, encode_all
 from eagle_train.data.mask import Encoder
 from eagle_train.data.reading import Tally, read_sources
@@ -65,6 +65,7 @@ def prepare(
         "template_fingerprint": template.fingerprint,
         "max_length": max_length,
     }
+    _same_tokenizer(inputs, key["tokenizer_fingerprint"], target)
     earlier = _already_there(folder, key, skip_bad, overwrite)
     if earlier is not None:
         return {**earlier, "reused": True}
@@ -144,7 +145,7 @@ def _nothing_left(counts: dict[str, Any]) -> str:
     reasons = ", ".join(f"{reason}: {count}" for reason, count in counts["skipped"].items())
     if counts["bad"]:
         reasons = f"{reasons}, damaged: {counts['bad']}".lstrip(", ")
-    return f"no row is left of {counts['read']} conversations ({reasons or 'the input is empty'}); see the reasons"
+    return f"no row is left of {counts['read']} conversations ({reasons or 'the input is empty'})"
 
 
 def _template(tokenizer: Any, chat_template: str | None, inputs: list[Source]) -> ChatTemplate:
@@ -158,9 +159,24 @@ def _template(tokenizer: Any, chat_template: str | None, inputs: list[Source]) -
         return ChatTemplate("{{ raise_exception('the tokenizer has no chat template') }}", "none", {})
 
 
+def _same_tokenizer(inputs: list[Source], fingerprint: Any, target: str) -> None:
+    for source in inputs:
+        if source.tokenizer_fingerprint not in (None, fingerprint):
+            raise UserError(
+                f"{source.name}: its tokens are of tokenizer {source.tokenizer_fingerprint}, {target} has "
+                f"{fingerprint}; prepare the conversations themselves again"
+            )
+
+
 def _probe(encoder: Encoder) -> dict[str, Any] | None:
     """Try the template on one exchange; return the end-of-turn token. Raises UserError where it fails."""
-    found = encoder.end_of_turn
+    try:
+        found = encoder.end_of_turn
+    except Skip as reason:
+        raise UserError(
+            f"chat template {encoder.template.name}: cannot show a plain question and answer ({reason}); "
+            "give another with --chat-template"
+        ) from reason
     return {"id": found[0], "text": found[1]} if found else None
 
 

@@ -51,7 +51,8 @@ def read_sources(
             except BadRecord as damage:
                 if not skip_bad:
                     raise UserError(
-                        f"{source.place(entry)}: {damage}; repair the file, or keep its good records with --skip-bad"
+                        f"{source.place(entry)}: {damage}; repair the file, or keep its good records "
+                        "with --skip-bad"
                     ) from damage
                 tally.bad.append({"place": source.place(entry), "damage": str(damage)})
                 continue

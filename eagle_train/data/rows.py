@@ -22,6 +22,7 @@ from eagle_train.io import read_json
 
 FORMAT_VERSION = 1
 _PER_WRITE = 512
+_AGAIN = "run eagle prepare again with --overwrite"
 
 
 @dataclass(frozen=True)
@@ -54,10 +55,7 @@ def open_rows(folder: str | Path) -> Rows:
             f"{path}: damaged rows ({error}); run eagle prepare again with --overwrite"
         ) from error
     if dataset.num_rows != info.get("rows"):
-        raise UserError(
-            f"{path}: holds {dataset.num_rows} rows, rows.json says {info.get('rows')}; run eagle prepare again "
-            "with --overwrite"
-        )
+        raise UserError(f"{path}: holds {dataset.num_rows} rows, rows.json says {info.get('rows')}; {_AGAIN}")
     return Rows(path, dataset, info)
 
 
@@ -68,8 +66,7 @@ def read_rows_info(path: Path) -> dict[str, Any]:
     )
     if info.get("format_version") != FORMAT_VERSION:
         raise UserError(
-            f"{path}/rows.json: format {info.get('format_version')}, wanted {FORMAT_VERSION}; run eagle prepare "
-            "again with --overwrite"
+            f"{path}/rows.json: format {info.get('format_version')}, wanted {FORMAT_VERSION}; {_AGAIN}"
         )
     return info
 

@@ -7,14 +7,14 @@ import gzip
 import json
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
 from eagle_train.data.conversations import RECORD_FIELDS
 from eagle_train.data.json_stream import Damaged, read_lines, read_values
 from eagle_train.errors import UserError
-from eagle_train.io import os_error, sha256_file
+from eagle_train.io import os_error, read_json, sha256_file
 
 LINE_FORMS = (".jsonl", ".ndjson", ".jsonl.gz", ".ndjson.gz")
 FILE_FORMS = (*LINE_FORMS, ".json", ".json.gz", ".parquet")
@@ -42,6 +42,7 @@ class Source:
     identity: dict[str, Any]
     _path: Path | None = None
     _dataset: Any = field(default=None, repr=False)
+    tokenizer_fingerprint: str | None = None  # of rows that came with their tokens, where it is known
 
     def entries(self) -> Iterator[Entry]:
         """Yield every record in order. Raises UserError when the source cannot be opened."""
@@ -122,7 +123,11 @@ def _saved_dataset(path: Path) -> Source:
         dataset = datasets.load_from_disk(str(path))
     except (OSError, ValueError, KeyError) as error:
         raise UserError(f"{path}: not a readable datasets folder ({error})") from error
-    return _from_dataset(path.name, _one_split(dataset, path.name, None))
+    made_with = None
+    if (path / "rows.json").exists():
+        made_with = read_json(path / "rows.json", "make the rows again").get("tokenizer_fingerprint")
+    source = _from_dataset(path.name, _one_split(dataset, path.name, None))
+    return replace(source, tokenizer_fingerprint=made_with)
 
 
 def _hub_dataset(name: str) -> Source:
@@ -194,7 +199,7 @@ def _json_entries(source: Source) -> Iterator[Entry]:
     try:
         with open(source.path, "rb") as raw:
             # A gzip reader is a buffered binary reader in all but its declared type.
-            handle = cast(BinaryIO, gzip.open(raw)) if source.name.endswith(".gz") else raw
+            handle = cast(BinaryIO, gzip.GzipFile(fileobj=raw)) if source.name.endswith(".gz") else raw
             by_line = source.name.lower().endswith(LINE_FORMS) and not _opens_an_array(handle)
             handle.seek(0)
             for line, value in read_lines(handle) if by_line else read_values(handle):

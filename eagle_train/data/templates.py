@@ -36,7 +36,8 @@ _VICUNA = (
 # Llama-2-chat: every exchange opens with the begin-of-sequence token; no default system text.
 _LLAMA_2 = (
     "{% if messages[0]['role'] == 'system' %}"
-    "{% set system = '<<SYS>>\\n' + messages[0]['content'] + '\\n<</SYS>>\\n\\n' %}{% set turns = messages[1:] %}"
+    "{% set system = '<<SYS>>\\n' + messages[0]['content'] + '\\n<</SYS>>\\n\\n' %}"
+    "{% set turns = messages[1:] %}"
     "{% else %}{% set system = '' %}{% set turns = messages %}{% endif %}"
     "{% for message in turns %}"
     "{% if (message['role'] == 'user') != (loop.index0 % 2 == 0) %}"

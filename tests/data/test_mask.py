@@ -1,0 +1,372 @@
+"""The mask by value: which token is the first and which the last that is supervised, for every template kind."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from eagle_train.data.conversations import Conversation, Skip, Turn, read_record
+from eagle_train.data.mask import EncodedRow, Encoder, cut
+from eagle_train.data.templates import load_template
+
+TWO_TURNS = [
+    ("user", "What is the capital of France?"),
+    ("assistant", "Paris is the capital."),
+    ("user", "How are you?"),
+    ("assistant", "I am fine."),
+]
+
+
+def talk(*turns: tuple[str, str]) -> Conversation:
+    found = read_record({"messages": [{"role": role, "content": text} for role, text in turns]}, "test")
+    assert isinstance(found, Conversation)
+    return found
+
+
+def encoder_of(tokenizer: Any, chat_template: str | None = None) -> Encoder:
+    return Encoder(tokenizer, load_template(tokenizer, chat_template))
+
+
+def supervised(tokenizer: Any, row: EncodedRow) -> list[str]:
+    return [tokenizer.decode(row.input_ids[first : last + 1]) for first, last in row.spans]
+
+
+def rendered(tokenizer: Any, messages: list[dict[str, str]], generation_prompt: bool) -> list[int]:
+    """What an engine feeds: the library's own rendering, tokenised without further special tokens."""
+    text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=generation_prompt)
+    return tokenizer(text, add_special_tokens=False)["input_ids"]
+
+
+@pytest.mark.parametrize(
+    ("name", "end"),
+    [
+        ("chatml", "<|im_end|>"),
+        ("llama-3", "<|eot_id|>"),
+        ("mistral", "</s>"),
+        ("gemma", "<end_of_turn>"),
+        ("dated", "<|im_end|>"),
+        ("phi", "<|end|>"),
+    ],
+)
+def test_mask_supervises_exactly_the_answers_and_their_end_of_turn(
+    byte_level: Any, name: str, end: str
+) -> None:
+    tokenizer = byte_level(name)
+    conversation = talk(*TWO_TURNS)
+    (row,) = encoder_of(tokenizer).rows(conversation)
+    first_word = {"mistral": " Paris"}.get(name, "Paris")
+    space = first_word[: len(first_word) - 5]
+    assert supervised(tokenizer, row) == [
+        f"{space}Paris is the capital.{end}",
+        f"{space}I am fine.{end}",
+    ]
+    for first, last in row.spans:
+        assert row.input_ids[last] == tokenizer.convert_tokens_to_ids(end)
+        assert tokenizer.decode(row.input_ids[first]).strip() in ("Paris", "I")
+    # Before the first answer stands the very prompt of inference; the whole row is the whole rendering.
+    # (The library writes today's date; and this tokenizer joins the two line breaks of a Llama-3 header
+    # only as long as no answer follows, so that its whole rendering begins with another prompt.)
+    messages = conversation.messages()
+    if name != "dated":
+        assert row.input_ids[: row.spans[0][0]] == rendered(tokenizer, messages[:1], True)
+    if name not in ("dated", "llama-3"):
+        assert row.input_ids[: row.spans[1][0]] == rendered(tokenizer, messages[:3], True)
+        assert row.input_ids == rendered(tokenizer, messages, False)
+
+
+@pytest.mark.parametrize("name", ["vicuna", "llama-2"])
+def test_built_in_templates_on_a_tokenizer_that_begins_texts_with_a_space(
+    sentence_piece: Any, name: str
+) -> None:
+    tokenizer = sentence_piece()
+    (row,) = encoder_of(tokenizer, name).rows(talk(("system", "Be kind."), *TWO_TURNS))
+    end, word = tokenizer.eos_token_id, tokenizer.convert_tokens_to_ids
+    for first, last in row.spans:
+        assert row.input_ids[last] == end
+        assert end not in row.input_ids[first:last]
+    assert row.input_ids[row.spans[0][0]] == word("▁Paris")
+    assert row.input_ids[row.spans[1][0]] == word("▁I")
+    texts = [text.strip() for text in supervised(tokenizer, row)]
+    assert [text.removesuffix("</s>").strip() for text in texts] == ["Paris is the capital.", "I am fine."]
+    # One BOS where the format has one; Llama-2 opens every exchange with one.
+    assert row.input_ids.count(tokenizer.bos_token_id) == (1 if name == "vicuna" else 2)
+    whole = tokenizer.decode(row.input_ids)
+    assert whole.count("Be kind.") == 1
+    assert "curious user" not in whole
+
+
+def test_vicuna_equals_its_format_to_the_letter(sentence_piece: Any) -> None:
+    template = load_template(sentence_piece(), "vicuna")
+    system = (
+        "A chat between a curious user and an artificial intelligence assistant. The assistant gives helpful, "
+        "detailed, and polite answers to the user's questions."
+    )
+    messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
+    assert template.render([*messages, messages[0]], True) == (
+        f"<s>{system} USER: Hi ASSISTANT: Hello</s>USER: Hi ASSISTANT:"
+    )
+
+
+def test_llama_2_equals_its_format_to_the_letter(sentence_piece: Any) -> None:
+    template = load_template(sentence_piece(), "llama-2")
+    messages = [
+        {"role": "system", "content": "Be kind."},
+        {"role": "user", "content": "Hi"},
+        {"role": "assistant", "content": "Hello"},
+        {"role": "user", "content": "Bye"},
+    ]
+    assert template.render(messages, True) == (
+        "<s>[INST] <<SYS>>\nBe kind.\n<</SYS>>\n\nHi [/INST] Hello </s><s>[INST] Bye [/INST]"
+    )
+
+
+@pytest.mark.parametrize("name", ["llama-3", "mistral", "gemma"])
+def test_exactly_one_bos(byte_level: Any, sentence_piece: Any, name: str) -> None:
+    for tokenizer in (byte_level(name), sentence_piece(name)):
+        for row in encoder_of(tokenizer).rows(talk(*TWO_TURNS)):
+            assert row.input_ids[0] == tokenizer.bos_token_id
+            assert row.input_ids.count(tokenizer.bos_token_id) == 1
+
+
+def test_the_records_system_text_replaces_the_default_and_appears_once(byte_level: Any) -> None:
+    tokenizer = byte_level("chatml")
+    turns = [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello"}]
+    system = {"from": "system", "value": "Speak French."}
+    as_field = {"system": "Speak French.", "conversations": turns}
+    as_turn = {"conversations": [system, *turns]}
+    as_both = {"system": "Speak French.", "conversations": [system, *turns]}
+    for record in (as_field, as_turn, as_both):
+        (row,) = encoder_of(tokenizer).rows(read_record(record, "test"))
+        text = tokenizer.decode(row.input_ids)
+        assert text.count("Speak French.") == 1
+        assert "Be kind." not in text
+        assert supervised(tokenizer, row) == ["Hello<|im_end|>"]
+
+
+def test_a_token_never_reaches_over_the_border(byte_level: Any) -> None:
+    """The answer begins with line breaks that would merge with the header's in a text tokenised whole."""
+    tokenizer = byte_level("chatml")
+    conversation = talk(("user", "Hi"), ("assistant", "\n\nHello"))
+    prompt = rendered(tokenizer, conversation.messages()[:1], True)
+    whole = rendered(tokenizer, conversation.messages(), False)
+    assert whole[: len(prompt)] != prompt, "the case must be one where tokens merge"
+    (row,) = encoder_of(tokenizer).rows(conversation)
+    ((first, last),) = row.spans
+    answer = tokenizer("\n\nHello", add_special_tokens=False)["input_ids"]
+    assert row.input_ids[:first] == prompt
+    assert row.input_ids[first : last + 1] == [*answer, tokenizer.convert_tokens_to_ids("<|im_end|>")]
+
+
+def test_history_that_the_template_rewrites_gives_one_row_per_answer(byte_level: Any) -> None:
+    tokenizer = byte_level("qwen-thinking")
+    conversation = talk(
+        ("user", "Hi"),
+        ("assistant", "<think>\nA greeting.\n</think>\n\nHello"),
+        ("user", "How are you?"),
+        ("assistant", "<think>\nHow am I?\n</think>\n\nI am fine."),
+    )
+    rows = encoder_of(tokenizer).rows(conversation)
+    assert [supervised(tokenizer, row) for row in rows] == [
+        ["<think>\nA greeting.\n</think>\n\nHello<|im_end|>"],
+        ["<think>\nHow am I?\n</think>\n\nI am fine.<|im_end|>"],
+    ]
+    messages = conversation.messages()
+    for row, place in zip(rows, (1, 3), strict=True):
+        assert row.input_ids[: row.spans[0][0]] == rendered(tokenizer, messages[:place], True)
+    assert "A greeting." not in tokenizer.decode(rows[1].input_ids)
+
+
+def test_a_think_block_the_template_adds_is_not_supervised(byte_level: Any) -> None:
+    """Answers without a thought: the finished turn shows an empty think block that nobody wrote."""
+    tokenizer = byte_level("qwen-thinking")
+    rows = encoder_of(tokenizer).rows(talk(*TWO_TURNS))
+    assert [supervised(tokenizer, row) for row in rows] == [
+        ["Paris is the capital.<|im_end|>"],
+        ["I am fine.<|im_end|>"],
+    ]
+    for row in rows:
+        prompt = tokenizer.decode(row.input_ids[: row.spans[0][0]])
+        assert prompt.endswith("<|im_start|>assistant\n<think>\n\n</think>\n\n")
+
+
+def test_a_think_block_the_generation_prompt_supplies_is_not_supervised(byte_level: Any) -> None:
+    """Finished answers do not show the block, so each answer has the prompt that inference has."""
+    tokenizer = byte_level("supplies-no-thought")
+    conversation = talk(*TWO_TURNS)
+    rows = encoder_of(tokenizer).rows(conversation)
+    assert [supervised(tokenizer, row) for row in rows] == [
+        ["Paris is the capital.<|im_end|>"],
+        ["I am fine.<|im_end|>"],
+    ]
+    for row, place in zip(rows, (1, 3), strict=True):
+        assert row.input_ids[: row.spans[0][0]] == rendered(tokenizer, conversation.messages()[:place], True)
+
+
+def test_a_thought_goes_on_where_the_generation_prompt_opened_it(byte_level: Any) -> None:
+    tokenizer = byte_level("opens-thinking")
+    conversation = talk(("user", "Hi"), ("assistant", "<think>\nA greeting.\n</think>\n\nHello"))
+    (row,) = encoder_of(tokenizer).rows(conversation)
+    assert supervised(tokenizer, row) == ["A greeting.\n</think>\n\nHello<|im_end|>"]
+    assert tokenizer.decode(row.input_ids[: row.spans[0][0]]).endswith("assistant\n<think>\n")
+
+
+def test_a_thought_in_a_field_of_its_own_is_part_of_the_answer(byte_level: Any) -> None:
+    tokenizer = byte_level("qwen-thinking")
+    messages = [
+        {"role": "user", "content": "Hi"},
+        {"role": "assistant", "content": "Hello", "reasoning_content": "A greeting."},
+    ]
+    (row,) = encoder_of(tokenizer).rows(read_record({"messages": messages}, "test"))
+    assert supervised(tokenizer, row) == ["<think>\nA greeting.\n</think>\n\nHello<|im_end|>"]
+
+
+def test_a_template_that_closes_answers_with_no_token(byte_level: Any) -> None:
+    tokenizer = byte_level("plain")
+    encoder = encoder_of(tokenizer)
+    (row,) = encoder.rows(talk(*TWO_TURNS))
+    assert encoder.end_of_turn is None
+    assert supervised(tokenizer, row) == [" Paris is the capital.", " I am fine."]
+    assert (
+        tokenizer.decode(row.input_ids[: row.spans[0][0]])
+        == "USER: What is the capital of France?\nASSISTANT:"
+    )
+
+
+def test_end_of_turn_is_found_by_rendering(byte_level: Any) -> None:
+    for name, text in [("chatml", "<|im_end|>"), ("gemma", "<end_of_turn>"), ("mistral", "</s>")]:
+        tokenizer = byte_level(name)
+        assert encoder_of(tokenizer).end_of_turn == (tokenizer.convert_tokens_to_ids(text), text)
+
+
+def test_templates_refuse_and_the_reason_is_theirs(byte_level: Any) -> None:
+    with pytest.raises(Skip, match="System role not supported"):
+        encoder_of(byte_level("gemma")).rows(talk(("system", "Be kind."), *TWO_TURNS))
+    with pytest.raises(Skip, match="roles must alternate"):
+        encoder_of(byte_level("mistral")).rows(talk(("user", "Hi"), ("tool", "42"), ("assistant", "Hello")))
+
+
+def test_a_turn_the_template_leaves_out_skips_the_record(byte_level: Any) -> None:
+    with pytest.raises(Skip, match="drops or changes a tool turn"):
+        encoder_of(byte_level("dated")).rows(
+            talk(("user", "Hi"), ("assistant", "Wait"), ("tool", "42"), ("assistant", "Hello"))
+        )
+
+
+def test_an_answer_that_writes_the_end_of_turn_token_is_skipped(byte_level: Any) -> None:
+    with pytest.raises(Skip, match="end-of-turn token in its middle"):
+        encoder_of(byte_level("chatml")).rows(talk(("user", "Hi"), ("assistant", "a<|im_end|>b")))
+
+
+def test_dates_in_templates_are_fixed(byte_level: Any) -> None:
+    (row,) = encoder_of(byte_level("dated")).rows(talk(*TWO_TURNS))
+    assert "Today is 01 Jan 2025" in byte_level("dated").decode(row.input_ids)
+
+
+def with_ids(encoder: Encoder, ids: list[int], finished: bool, later: bool) -> Conversation:
+    turns = [Turn("user", "Hi"), Turn("assistant", "Hello there", tuple(ids), finished)]
+    if later:
+        turns += [Turn("user", "Bye"), Turn("assistant", "Bye")]
+    return Conversation("id", tuple(turns), "test", tokenizer_fingerprint=encoder.fingerprint)
+
+
+def test_answer_ids_are_used_as_they_are(byte_level: Any) -> None:
+    """Here the target wrote its text letter by letter, as the tokeniser never would."""
+    tokenizer = byte_level("chatml")
+    encoder = encoder_of(tokenizer)
+    letters = [tokenizer.convert_tokens_to_ids(letter) for letter in "HelloĠthere"]
+    end = tokenizer.convert_tokens_to_ids("<|im_end|>")
+    (row,) = encoder.rows(with_ids(encoder, [*letters, end], True, later=True))
+    first, last = row.spans[0]
+    assert row.input_ids[first : last + 1] == [*letters, end]
+    assert tokenizer.decode(row.input_ids[last + 1 :]).startswith("\n<|im_start|>user\nBye<|im_end|>")
+    assert supervised(tokenizer, row)[1] == "Bye<|im_end|>"
+
+
+def test_an_unfinished_answer_has_no_supervised_end_of_turn(byte_level: Any) -> None:
+    tokenizer = byte_level("chatml")
+    encoder = encoder_of(tokenizer)
+    letters = [tokenizer.convert_tokens_to_ids(letter) for letter in "HelloĠthere"]
+    end = tokenizer.convert_tokens_to_ids("<|im_end|>")
+    (alone,) = encoder.rows(with_ids(encoder, letters, False, later=False))
+    assert alone.input_ids[alone.spans[0][0] :] == letters
+    (row,) = encoder.rows(with_ids(encoder, letters, False, later=True))
+    first, last = row.spans[0]
+    assert row.input_ids[first : last + 1] == letters
+    assert row.input_ids[last + 1] == end
+    assert row.spans[1][0] > last + 1
+    # The same without ids: the text alone is supervised.
+    turns = (Turn("user", "Hi"), Turn("assistant", "Hello there", None, False))
+    (text,) = encoder.rows(Conversation("id", turns, "test"))
+    assert supervised(tokenizer, text) == ["Hello there"]
+    assert text.spans[0][1] == len(text.input_ids) - 1
+
+
+def test_answer_ids_of_another_tokenizer_are_not_used(byte_level: Any) -> None:
+    tokenizer = byte_level("chatml")
+    encoder = encoder_of(tokenizer)
+    turns = (Turn("user", "Hi"), Turn("assistant", "Hello", (3, 4, 5)))
+    (row,) = encoder.rows(Conversation("id", turns, "test", tokenizer_fingerprint="another"))
+    assert supervised(tokenizer, row) == ["Hello<|im_end|>"]
+
+
+def test_cut_is_on_the_right_in_tokens() -> None:
+    row = EncodedRow(list(range(20)), [(3, 6), (7, 9), (12, 18)])
+    assert cut(row, 20) == (row, [])
+    same, lost = cut(row, 19)
+    assert (same.input_ids, same.spans, lost) == (list(range(19)), row.spans, [])
+    shortened, lost = cut(row, 15)
+    assert (shortened.input_ids[-1], shortened.spans, lost) == (14, [(3, 6), (7, 9), (12, 14)], [(12, 18)])
+    dropped, lost = cut(row, 11)
+    assert (dropped.input_ids[-1], dropped.spans, lost) == (9, [(3, 6), (7, 9)], [(12, 18)])
+    nothing, _ = cut(row, 3)
+    assert (nothing.input_ids, nothing.spans) == ([], [])
+
+
+def test_rendering_equals_the_librarys(byte_level: Any) -> None:
+    for name in ("chatml", "llama-3", "qwen-thinking", "opens-thinking", "mistral", "gemma", "phi"):
+        tokenizer = byte_level(name)
+        messages = talk(*TWO_TURNS).messages()
+        for prompt in (True, False):
+            assert load_template(tokenizer).render(messages, prompt) == tokenizer.apply_chat_template(
+                messages, tokenize=False, add_generation_prompt=prompt
+            )
+
+
+pieces = st.sampled_from([*"ab \n\t.,?é界🙂", "Hello", "Paris", " the", "</think>", "<think>\n", "\n\n"])
+texts = st.lists(pieces, min_size=1, max_size=20).map("".join).filter(str.strip)
+talks = st.lists(st.tuples(texts, texts), min_size=1, max_size=4)
+
+
+@pytest.mark.parametrize("name", ["chatml", "qwen-thinking", "mistral", "phi", "plain"])
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(exchanges=talks)
+def test_any_text_is_supervised_whole_and_nothing_else(
+    byte_level: Any, name: str, exchanges: list[tuple[str, str]]
+) -> None:
+    tokenizer = byte_level(name)
+    encoder = encoder_of(tokenizer)
+    turns = [turn for question, answer in exchanges for turn in (("user", question), ("assistant", answer))]
+    conversation = talk(*turns)
+    try:
+        rows = encoder.rows(conversation)
+    except Skip as reason:
+        assert "does not show" in str(reason)  # a thought and no answer behind it
+        return
+    found = [text for row in rows for text in supervised(tokenizer, row)]
+    ends = encoder.end_of_turn
+    answers = [turn.content for turn in conversation.turns if turn.role == "assistant"]
+    assert len(found) == len(answers)
+    for text, answer in zip(found, answers, strict=True):
+        shown = text.removesuffix(ends[1]) if ends else text
+        if name == "qwen-thinking" and "think" in answer:
+            continue
+        assert shown == (" " + answer if name in ("mistral", "plain") else answer)
+    for row in rows:
+        assert row.spans[0][0] > 0
+        for (_, last), (first, _) in zip(row.spans, row.spans[1:], strict=False):
+            assert first > last
+        head = rendered(tokenizer, conversation.messages()[:1], True)
+        assert name == "plain" or row.input_ids[: len(head)] == head or len(rows) > 1
