@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from eagle_train.heads.config import HeadConfig
 from eagle_train.heads.draft_vocab import membership
-from eagle_train.heads.layer import Attend, Layer, RMSNorm, run_further_layers
+from eagle_train.heads.layer import Attend, Layer, run_further_layers
+from eagle_train.heads.norm import RMSNorm
 from eagle_train.heads.rotary import Rotary
 
 if TYPE_CHECKING:
@@ -65,7 +66,8 @@ class Eagle3Head(nn.Module):
 
     def start(self, features: Tensor) -> Tensor:
         """Fuse captured layers [.., F] into the hidden state of step 0 [.., H]."""
-        features = features.to(self.fc.weight.dtype)
+        if not torch.is_autocast_enabled(features.device.type):  # which casts by itself
+            features = features.to(self.fc.weight.dtype)
         if self.config.fc_norm:
             parts = features.chunk(self.config.num_features, dim=-1)
             features = torch.cat([norm(x) for norm, x in zip(self.fc_norm, parts, strict=True)], dim=-1)

@@ -5,29 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import cast
 
-import torch
 from torch import Tensor, nn
 
 from eagle_train.heads.config import HeadConfig
+from eagle_train.heads.norm import RMSNorm
 from eagle_train.heads.rotary import rotate
 
 # attend(layer, q [.., heads, hd], k [.., kv heads, hd], v) -> [.., heads, hd]. q and k are rotated already;
 # the caller owns keys, caches and masks. With `rows`, q holds those rows alone, k and v hold all.
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
-
-
-class RMSNorm(nn.Module):
-    """x / rms(x) * weight, computed in float32 and returned in x's dtype."""
-
-    def __init__(self, width: int, eps: float) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(width))
-        self.eps = eps
-
-    def forward(self, x: Tensor) -> Tensor:
-        wide = x.float()
-        normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
-        return (normed * self.weight.float()).to(x.dtype)
 
 
 class Attention(nn.Module):

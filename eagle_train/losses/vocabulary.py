@@ -22,7 +22,7 @@ _BLOCK = 1 << 19  # elements handled at once by the passes over logits: they sho
 class VocabularyLoss(NamedTuple):
     loss: Tensor  # scalar, sum over rows of weight * row loss; carries the gradient
     rows: Tensor  # [R] float32, each row's loss, unweighted, detached
-    hits: Tensor  # [R] bool, the head's first choice is the target's
+    hits: Tensor  # [R] bool, no token is likelier to the head than the target's first choice
 
 
 def draft_distribution(target: FrozenTarget, last: Tensor) -> Tensor:
@@ -70,26 +70,27 @@ class _Loss(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor, Tensor]:
         device = hidden.device.type
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
-        wants_hidden, wants_weight = ctx.needs_input_grad[:2]
         wide = torch.float64 if dtype == torch.float64 else torch.float32
+        wants_hidden, wants_weight = ctx.needs_input_grad[:2]
         rows = torch.empty(len(hidden), dtype=wide, device=hidden.device)
         hits = torch.empty(len(hidden), dtype=torch.bool, device=hidden.device)
         dhidden = torch.empty_like(hidden) if wants_hidden else None
         dweight = torch.zeros_like(weight, dtype=wide) if wants_weight else None
         output = weight.to(dtype)
+        size = min(max(1, _LOGITS_AT_ONCE // len(weight)), max(1, len(hidden)))
+        buffer = torch.empty((size, len(weight)), dtype=dtype, device=hidden.device)  # new memory is slow
         with torch.autocast(device, enabled=False):
-            for at in order.split(max(1, _LOGITS_AT_ONCE // len(weight))):
-                inputs = hidden[at].to(dtype)  # [c, H]
-                logits = inputs @ output.T  # [c, D], becomes the gradient below
+            for at in order.split(size):
+                inputs = hidden.index_select(0, at).to(dtype)  # [c, H]
+                logits = torch.mm(inputs, output.T, out=buffer[: len(at)])  # [c, D], then its gradient
                 labels, which = torch.unique_consecutive(label[at], return_inverse=True)
-                p = draft_distribution(target, label_last[labels])  # [labels, D]
-                rows[at], hits[at] = _blocks(
-                    logits, p, which, best[at], row_weight[at], None if own_map else target
-                )
+                p = draft_distribution(target, label_last.index_select(0, labels))  # [labels, D]
+                rows[at], hits[at] = _blocks(logits, p, which, best[at], None if own_map else target)
+                scale = row_weight[at, None]
                 if dhidden is not None:
-                    dhidden[at] = (logits @ output).to(hidden.dtype)
+                    dhidden[at] = (logits @ output).to(hidden.dtype).mul_(scale)
                 if dweight is not None:
-                    _add_product(dweight, logits, inputs)
+                    _add_product(dweight, logits, (inputs * scale).to(dtype))
         ctx.save_for_backward(dhidden, dweight)
         ctx.weight_dtype = weight.dtype
         ctx.mark_non_differentiable(rows, hits)
@@ -98,29 +99,29 @@ class _Loss(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         dhidden, dweight = ctx.saved_tensors
-        found = [None if x is None else x * gradient.to(x.dtype) for x in (dhidden, dweight)]
-        if found[1] is not None:
-            found[1] = found[1].to(ctx.weight_dtype)
-        return *found, None, None, None, None, None, None, None
+        if dhidden is not None:
+            dhidden = dhidden * gradient.to(dhidden.dtype)
+        if dweight is not None:
+            dweight = (dweight * gradient).to(ctx.weight_dtype)
+        return dhidden, dweight, None, None, None, None, None, None, None
 
 
 def _blocks(
-    logits: Tensor, p: Tensor, which: Tensor, best: Tensor, row_weight: Tensor, target: FrozenTarget | None
+    logits: Tensor, p: Tensor, which: Tensor, best: Tensor, target: FrozenTarget | None
 ) -> tuple[Tensor, Tensor]:
-    """Return row losses and hits of a chunk, and leave d(weighted loss)/d(product) in `logits`."""
+    """Return row losses and hits of a chunk, and leave d(row loss)/d(product) in `logits`."""
     rows, hits = [], []
     step = max(1, _BLOCK // logits.shape[1])
-    for first in range(0, len(logits), step):
-        at = slice(first, first + step)
-        z, slope = _mapped(logits[at], target)
-        q = z.softmax(-1)
-        top, choice = z.max(-1, keepdim=True)
-        lse = top - q.gather(-1, choice).log()  # the largest probability is never small
-        wanted = p[which[at]]
-        rows.append(lse[:, 0] - (wanted * z).sum(-1))
-        hits.append(choice[:, 0] == best[at])
-        gradient = q.sub_(wanted).mul_(row_weight[at, None])
-        logits[at] = gradient if slope is None else gradient.mul_(slope)
+    for z, index, choice in zip(logits.split(step), which.split(step), best.split(step), strict=True):
+        scores, slope = _mapped(z, target)
+        wanted = p.index_select(0, index)
+        q = scores.softmax(-1)
+        top = scores.amax(-1)
+        lse = top - q.amax(-1).log()  # the largest probability is never small
+        rows.append(lse - torch.linalg.vecdot(wanted, scores))
+        hits.append(scores.gather(-1, choice[:, None])[:, 0] == top)
+        gradient = q.sub_(wanted)
+        z.copy_(gradient if slope is None else gradient.mul_(slope))
     return torch.cat(rows), torch.cat(hits)
 
 
