@@ -2,10 +2,90 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+from typing import Any
+
+import typer
+
 NAME = "train"
-HELP = "Train a draft head on shards."
-EXAMPLES = ""
+HELP = "Train a draft head on shards. An interrupted run goes on when the same command is given again."
+EXAMPLES = """
+**Examples**
+
+    eagle train shards/ --recipe eagle3 --out run/
+
+    eagle train shards/ --recipe eagle3 --set optim.lr=1e-4 --set run.epochs=3 --processes 2 --out run/
+
+    torchrun --nproc-per-node 8 -m eagle_cli.main train shards/ --recipe my.yaml --wandb offline --out run/
+"""
 
 
-def run() -> None:
-    raise SystemExit("eagle train: being built")
+def run(
+    shards: Path = typer.Argument(..., metavar="SHARDS", help="The folder that eagle extract made."),
+    recipe: str = typer.Option(
+        ..., "--recipe", help="A built-in recipe's name, or the path of a .yaml file."
+    ),
+    out: Path = typer.Option(
+        ..., "--out", help="Folder of the run: recipe, metrics, checkpoints, best, last."
+    ),
+    settings: list[str] = typer.Option(
+        [], "--set", metavar="KEY=VALUE", help="Change one setting, such as optim.lr=1e-4; repeatable."
+    ),
+    resume: bool = typer.Option(
+        False, "--resume", help="Go on with a run although settings changed, such as more epochs."
+    ),
+    init_from: str | None = typer.Option(
+        None, "--init-from", metavar="HEAD", help="Start from this head (a run or a head folder)."
+    ),
+    processes: int | None = typer.Option(
+        None, "--processes", help="Processes on this machine; default one, or those torchrun started."
+    ),
+    wandb: str | None = typer.Option(
+        None, "--wandb", metavar="MODE", help="online or offline; default none."
+    ),
+    as_json: bool = typer.Option(False, "--json", help="Print the summary as JSON."),
+) -> int | None:
+    from eagle_train.config import load_recipe
+    from eagle_train.errors import UserError, nearest
+
+    modes = ("online", "offline", "disabled")
+    if wandb is not None and wandb not in modes:
+        raise UserError(f"--wandb {wandb}: wanted one of {', '.join(modes)}{nearest(wandb, modes)}")
+    resolved = load_recipe(recipe, settings)
+    if processes is not None and processes != 1:
+        from eagle_train.distributed import relaunch
+
+        again = ["train", str(shards), "--recipe", recipe, "--out", str(out)]
+        again += [word for setting in settings for word in ("--set", setting)]
+        again += ["--resume"] if resume else []
+        again += ["--init-from", init_from] if init_from else []
+        again += ["--wandb", wandb] if wandb else []
+        again += ["--json"] if as_json else []
+        return relaunch(processes, again)
+
+    from eagle_train.distributed import is_main
+    from eagle_train.training.loop import train
+    from eagle_train.training.processes import leave_processes
+
+    summary = train(shards, resolved, out, resume=resume, init_from=init_from, wandb=wandb)
+    if is_main():
+        print(json.dumps(summary) if as_json else _words(summary))
+    leave_processes()
+    return None
+
+
+def _words(summary: dict[str, Any]) -> str:
+    tau = "no conversations held out, so best is the last checkpoint"
+    if summary["best_tau"] is not None:
+        tau = (
+            f"best at step {summary['best_step']:,}: acceptance length {summary['best_tau']:.3f} "
+            f"(chain of {summary['gamma']}, predicted on "
+            f"{summary['held_out_conversations']} held-out conversations)"
+        )
+    skipped = f", {summary['skipped']} skipped (gradient not finite)" if summary["skipped"] else ""
+    return (
+        f"{summary['out']}: {summary['steps']:,} steps{skipped}, {summary['tokens']:,} tokens in "
+        f"{summary['seconds'] / 60:.1f} minutes; {tau}\n"
+        f"next: eagle eval {summary['out']} --target {summary['target']}"
+    )

@@ -1,0 +1,43 @@
+"""Held-out conversations, and the acceptance length on them without decoding."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
+
+from eagle_train.losses.acceptance import AcceptanceCounts, chain_hits, greedy_chain
+
+if TYPE_CHECKING:
+    from eagle_train.heads.disk import Head
+    from eagle_train.shards.batches import PackedBatch
+    from eagle_train.shards.frozen_target import FrozenTarget
+
+
+def split(conversation_ids: Sequence[str], held_out: float) -> tuple[list[int], list[int]]:
+    """Return (training rows, held-out rows), all rows of a conversation on one side.
+
+    `held_out` is a share of conversations (below 1; at least one conversation when above 0) or a number
+    of them. Which ones depends on their ids alone: the smallest hashes.
+    """
+    order = sorted(set(conversation_ids), key=lambda one: hashlib.sha256(one.encode()).digest())
+    share = held_out < 1
+    number = round(held_out * len(order)) if share else int(held_out)
+    chosen = set(order[: max(number, 1) if held_out > 0 else 0])
+    sides: tuple[list[int], list[int]] = ([], [])
+    for row, conversation in enumerate(conversation_ids):
+        sides[conversation in chosen].append(row)
+    return sides
+
+
+def predict_chain(
+    head: Head, frozen: FrozenTarget, batches: Iterable[PackedBatch], gamma: int
+) -> AcceptanceCounts:
+    """Return what greedy chain decoding with `gamma` guesses would count on the batches' answers.
+
+    Exact for text that the target generated greedily in the same precision, with features not rounded.
+    """
+    counts = AcceptanceCounts(histogram=(0,) * (gamma + 1))
+    for batch in batches:
+        counts += greedy_chain(chain_hits(head, frozen, batch, gamma), batch)
+    return counts

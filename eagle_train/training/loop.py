@@ -1,0 +1,123 @@
+"""The training loop, one for every kind of head and any number of processes.
+
+An optimizer step is a window of whole rows (shards/sampler.py). Its loss is a sum over rows divided by
+the number of rows counted in the whole window, which spans alone tell; so every micro-batch on every
+process divides by the same counts, and gradients are simply summed.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+import time
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+from eagle_train.config import Recipe
+from eagle_train.progress import Progress, progress
+from eagle_train.training.interrupt import Interrupt
+from eagle_train.training.loader import Micro, ReadAhead
+from eagle_train.training.metrics import Log, Meter, evaluated, note
+from eagle_train.training.optim import lr_factor
+from eagle_train.training.processes import join_processes
+from eagle_train.training.session import Session, open_session
+from eagle_train.training.step_result import StepResult
+
+
+def train(
+    shards: str | Path,
+    recipe: Recipe,
+    out: str | Path,
+    *,
+    resume: bool = False,
+    init_from: str | None = None,
+    wandb: str | None = None,
+    show: bool = True,
+) -> dict[str, Any]:
+    """Train a head on a folder of shards into the run folder `out`; return a summary.
+
+    The same call on an interrupted run goes on from its newest checkpoint, bit for bit on a CPU unless
+    run.minutes is set. Raises UserError for whatever the user must change, and KeyboardInterrupt, after
+    saving, when interrupted.
+    """
+    processes = join_processes()
+    session = open_session(processes, Path(shards), recipe, Path(out), resume=resume, init_from=init_from)
+    show = show and processes.is_main
+    if show:
+        print(session.describe(), file=sys.stderr)
+    if session.finished:
+        return session.summary()
+    left = None if session.num_steps is None else session.num_steps - session.state.step
+    with (
+        Interrupt() as interrupt,
+        closing(Log(session.out, session.state, recipe.to_dict(), wandb, processes.is_main)) as log,
+        progress("train", left, "steps", show) as bar,
+    ):
+        if session.state.step == 0 and (untrained := session.evaluate(interrupt)):
+            session.state.tau = untrained.tau
+            log.write({"epoch": 0, **evaluated(untrained)})
+        if not _loop(session, interrupt, log, bar):
+            raise KeyboardInterrupt
+    return session.summary()
+
+
+def _loop(session: Session, interrupt: Interrupt, log: Log, bar: Progress) -> bool:
+    """Train until the budget is used up; return False where interrupted before, with all saved."""
+    processes, state, run = session.processes, session.state, session.recipe.run
+    meter = Meter(session.loader.num_steps, processes.device)
+    begun = time.monotonic() - state.seconds
+    stop = False
+    with closing(ReadAhead(session.loader.training(session.windows()))) as micros:
+        for micro in micros:
+            meter.add(_accumulate(session, micro))
+            if not micro.closes:
+                continue
+            lr, norm = _update(session)
+            state.step += 1
+            state.tokens += micro.window.tokens
+            meter.close_window(micro.window.tokens, taken=math.isfinite(norm))
+            state.seconds, stop = processes.agree(time.monotonic() - begun, interrupt.asked)
+            end = stop or session.finished
+
+            found = None
+            if not stop and (end or state.step % run.eval_every == 0):
+                with meter.paused():
+                    found = session.evaluate(interrupt)
+            better = found is not None and session.judge(found)
+            save = better or end or state.step % run.save_every == 0
+            if save or found or state.step % run.log_every == 0:
+                report = meter.take(processes, micros.waited)
+                log.write(
+                    {"epoch": micro.window.epoch, **report, "lr": lr, "grad_norm": norm, **evaluated(found)}
+                )
+                bar.advance(0, note(report, state))
+            if save:
+                with meter.paused():
+                    session.save()
+            bar.advance(1)
+            if end:
+                break
+    return not stop
+
+
+def _accumulate(session: Session, micro: Micro) -> StepResult:
+    """Add one micro-batch's gradient to the window's."""
+    processes = session.processes
+    with processes.gradients(session.step, synchronise=micro.closes):
+        with session.autocast():
+            result = session.step(micro.batch.to(processes.device), micro.counts.to(processes.device))
+        (result.loss * processes.world).backward()  # processes average gradients; the sum is wanted
+    return result
+
+
+def _update(session: Session) -> tuple[float, float]:
+    """Take the optimizer step, unless the gradient is not finite; return its learning rate and norm."""
+    factor = lr_factor(session.recipe.schedule, session.state.step, session.num_steps, session.time_share)
+    norm = session.optimizers.clip()
+    if math.isfinite(norm):
+        session.optimizers.step(factor)
+    else:
+        session.count_skipped()
+    session.optimizers.zero()
+    return session.recipe.optim.lr * factor, norm

@@ -1,0 +1,179 @@
+"""What a run reports: sums over steps since the last report, metrics.jsonl, and wandb when asked."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from eagle_train.errors import UserError
+from eagle_train.io import os_error, write_text
+from eagle_train.losses.acceptance import AcceptanceCounts
+from eagle_train.training.checkpoints import State
+from eagle_train.training.processes import Processes
+from eagle_train.training.step_result import StepResult
+
+FILE = "metrics.jsonl"
+WANDB_MODES = ("online", "offline", "disabled")
+
+
+class Meter:
+    """Sums of losses, hits and rows over everything since the last `take`."""
+
+    def __init__(self, num_steps: int, device: torch.device) -> None:
+        self._window = torch.zeros((3, num_steps), device=device)
+        self._reset(0.0)
+
+    def add(self, result: StepResult) -> None:
+        """Add one micro-batch of this process to the window in progress."""
+        self._window += torch.stack([part.float() for part in (result.loss_sums, result.hits, result.rows)])
+
+    def close_window(self, tokens: int, taken: bool) -> None:
+        """End a window of so many tokens; one whose step was not `taken` leaves no figures."""
+        if taken:
+            self._sums += self._window
+        self._window = torch.zeros_like(self._window)
+        self._tokens += tokens
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Leave out the time the block takes: evaluating and saving are not training."""
+        begun = time.monotonic()
+        yield
+        self._started += time.monotonic() - begun
+
+    def take(self, processes: Processes, waited: float) -> dict[str, Any]:
+        """Return the report since the last one, summed over processes, and begin anew.
+
+        `loss[i]` and `accuracy[i]` are over the rows counted at step i; `data_wait` is the share of time
+        this process waited for data, of `waited` seconds in all.
+        """
+        losses, hits, rows = processes.sum(self._sums).double().cpu()
+        seconds = max(time.monotonic() - self._started, 1e-9)
+        report = {
+            "loss": _ratios(losses, rows),
+            "accuracy": _ratios(hits, rows),
+            "tokens_per_second": round(self._tokens / seconds, 1),
+            "data_wait": round(min(1.0, max(0.0, waited - self._waited) / seconds), 4),
+        }
+        self._reset(waited)
+        return report
+
+    def _reset(self, waited: float) -> None:
+        self._sums = torch.zeros_like(self._window)
+        self._tokens, self._waited, self._started = 0, waited, time.monotonic()
+
+
+class Log:
+    """Appends one JSON object a line to metrics.jsonl, and sends the same to wandb where asked.
+
+    On processes other than the main one it does nothing.
+    """
+
+    def __init__(self, run: Path, state: State, config: dict[str, Any], wandb: str | None, on: bool) -> None:
+        self._file, self._state, self._on = run / FILE, state, on
+        self._wandb: Any = None
+        if on:
+            self._keep(state.step)
+            self._wandb = _start_wandb(run, config, wandb) if wandb else None
+
+    def write(self, values: dict[str, Any]) -> None:
+        """Append one line with the run's position; UserError where the disk does not take it."""
+        if not self._on:
+            return
+        state = self._state
+        line = {"step": state.step, "tokens": state.tokens, "seconds": round(state.seconds, 2), **values}
+        line = {key: None if _not_finite(value) else value for key, value in line.items()}
+        try:
+            with open(self._file, "a", encoding="utf-8") as handle:
+                handle.write(json.dumps({**line, "skipped": state.skipped}) + "\n")
+        except OSError as error:
+            raise os_error(self._file, error) from error
+        if self._wandb is not None:
+            self._wandb.log(_flat(line), step=state.step)
+
+    def close(self) -> None:
+        """Finish the wandb run, if there is one."""
+        if self._wandb is not None:
+            self._wandb.finish()
+
+    def _keep(self, up_to_step: int) -> None:
+        """Drop lines past the step that the run goes on from, and a half-written last one."""
+        if not self._file.exists():
+            return
+        kept = [json.dumps(line) for line in read_metrics(self._file.parent) if line["step"] <= up_to_step]
+        write_text(self._file, "".join(line + "\n" for line in kept))
+
+
+def read_metrics(run: Path) -> list[dict[str, Any]]:
+    """Return the lines of a run's metrics.jsonl, [] without one; a half-written line is left out."""
+    lines = []
+    file = run / FILE
+    if file.exists():
+        for text in file.read_text(encoding="utf-8", errors="replace").splitlines():
+            try:
+                line = json.loads(text)
+            except ValueError:
+                continue
+            if isinstance(line, dict) and isinstance(line.get("step"), int):
+                lines.append(line)
+    return lines
+
+
+def evaluated(found: AcceptanceCounts | None) -> dict[str, Any]:
+    """Return the figures of an evaluation under their names, {} without one."""
+    if found is None:
+        return {}
+    return {
+        "tau": round(found.tau, 5),
+        "rounds": found.rounds,
+        "accepted_by_position": [round(share, 5) for share in found.accepted_by_position],
+    }
+
+
+def note(report: dict[str, Any], state: State) -> str:
+    """Return the few words shown beside the progress."""
+    tau = f", tau {state.tau:.3f}" if state.tau else ""
+    loss = math.nan if report["loss"][0] is None else report["loss"][0]
+    return f"step {state.step:,}, loss {loss:.3f}{tau}, {report['tokens_per_second']:,.0f} tokens/s"
+
+
+def _start_wandb(out: Path, config: dict[str, Any], mode: Any) -> Any:
+    if mode == "disabled":
+        return None
+    os.environ.setdefault("WANDB_SILENT", "true")
+    try:
+        import wandb
+    except ImportError as error:
+        raise UserError("--wandb: wandb is not installed; pip install 'eagle-train[wandb]'") from error
+    if mode == "online" and not (os.environ.get("WANDB_API_KEY") or wandb.api.api_key):
+        print("wandb: no key found, logging offline; wandb sync sends it later", file=sys.stderr)
+        mode = "offline"
+    return wandb.init(project="eagle", name=out.resolve().name, dir=str(out), config=config, mode=mode)
+
+
+def _flat(line: dict[str, Any]) -> dict[str, float]:
+    """Turn lists into one number per entry: loss -> loss/0, loss/1, .."""
+    flat: dict[str, float] = {}
+    for key, value in line.items():
+        flat |= {f"{key}/{i}": v for i, v in enumerate(value)} if isinstance(value, list) else {key: value}
+    return flat
+
+
+def _not_finite(value: Any) -> bool:
+    return isinstance(value, float) and not math.isfinite(value)
+
+
+def _ratios(sums: Tensor, rows: Tensor) -> list[float | None]:
+    """Return sums per row, None where no row counted or the sum is not finite (JSON has no NaN)."""
+    ratios = (sums / rows).tolist()
+    return [round(ratio, 6) if math.isfinite(ratio) else None for ratio in ratios]

@@ -1,0 +1,98 @@
+"""The run folder's own records, and the decision whether a command starts, continues or is refused."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from eagle_train.config import Recipe, load_recipe
+from eagle_train.errors import UserError
+from eagle_train.io import make_folder, read_json, write_json, write_text
+from eagle_train.provenance import tool_version
+from eagle_train.training.checkpoints import newest
+
+if TYPE_CHECKING:
+    from eagle_train.shards.reader import Shards
+
+RECIPE, RECORD = "recipe.yaml", "run.json"
+# A resumed run may not change these: they decide what the head is and which rows a step sees.
+_FIXED = ("head", "data.tokens_per_step", "data.rows_per_step", "data.held_out", "run.seed")
+
+
+def fingerprint(shards: Shards) -> str:
+    """Return a text that agrees exactly when two shard folders give the same rows and features."""
+    return f"{shards.info['plan']}-{shards.num_rows}"
+
+
+def decide(
+    out: Path, recipe: Recipe, shards: Shards, resume: bool, init_from: str | None
+) -> tuple[Path | None, str | None]:
+    """Return the checkpoint to go on from, None for a new run, and the head that the run began with.
+
+    Raises UserError where neither starting nor going on is right.
+
+    The same command on a folder that it began in continues there. Other settings need `resume`, and may
+    then change anything but the head, the data order and the held-out split.
+    """
+    found = newest(out)
+    if not (out / RECIPE).is_file():
+        if resume:
+            raise UserError(f"--resume {out}: holds no run; leave --resume out to start one")
+        if found is not None:
+            raise UserError(f"{out}: holds checkpoints without a {RECIPE}; choose another --out")
+        return None, init_from
+    record = read_json(out / RECORD, "choose another --out")
+    if record.get("shards") != fingerprint(shards):
+        raise UserError(
+            f"{out}: trained on other shards ({record.get('shards')}, these are {fingerprint(shards)}); "
+            "choose another --out, or start from its head with --init-from"
+        )
+    before = load_recipe(out / RECIPE)
+    changes = _changes(before.to_dict(), recipe.to_dict())
+    if not resume and init_from != record.get("init_from"):
+        changes.append(("--init-from", record.get("init_from"), init_from))
+    words = [f"{key}={new} (it had {old})" for key, old, new in changes]
+    fixed = [word for (key, _, _), word in zip(changes, words, strict=True) if key.startswith(_FIXED)]
+    if resume and fixed:
+        raise UserError(f"--resume {out}: cannot change {fixed[0]}; choose another --out")
+    if not resume and words:
+        raise UserError(
+            f"{out}: holds a run made with other settings: {words[0]}. "
+            "Choose another --out, or give --resume to go on with the new ones"
+        )
+    if resume and words:
+        print(f"{out}: going on with {', '.join(words)}", file=sys.stderr)
+    return found, record.get("init_from")
+
+
+def record_run(
+    out: Path, recipe: Recipe, shards: Shards, init_from: str | None, details: dict[str, Any]
+) -> None:
+    """Write run.json, then recipe.yaml, whose presence says that `out` holds a run."""
+    make_folder(out)
+    write_json(
+        out / RECORD,
+        {
+            "recipe": recipe.name,
+            "shards": fingerprint(shards),
+            "shards_folder": str(shards.folder),
+            "target": shards.info["target"],
+            "init_from": init_from,
+            "tool_version": tool_version(),
+            "torch_version": str(torch.__version__),
+            **details,
+        },
+    )
+    write_text(out / RECIPE, f"# Resolved from recipe {recipe.name}\n{recipe.to_yaml()}")
+
+
+def _changes(before: dict[str, Any], now: dict[str, Any]) -> list[tuple[str, Any, Any]]:
+    return [
+        (f"{section}.{key}", old, now[section][key])
+        for section, keys in before.items()
+        for key, old in keys.items()
+        if now[section][key] != old
+    ]

@@ -1,0 +1,262 @@
+"""Everything one process holds while it trains: head, data order, optimizer, position."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from eagle_train.config import Recipe
+from eagle_train.errors import UserError
+from eagle_train.heads.disk import Head
+from eagle_train.losses.acceptance import AcceptanceCounts
+from eagle_train.shards.reader import Shards, open_shards
+from eagle_train.shards.sampler import Plan, Window
+from eagle_train.training import build, checkpoints, run_folder
+from eagle_train.training.checkpoints import State
+from eagle_train.training.held_out import predict_chain, split
+from eagle_train.training.interrupt import Interrupt
+from eagle_train.training.loader import Loader
+from eagle_train.training.optim import Optimizers
+from eagle_train.training.processes import Processes, pick_precision
+
+if TYPE_CHECKING:
+    from eagle_train.shards.frozen_target import FrozenTarget
+
+
+@dataclass
+class Session:
+    """One process's part of a run. Use through `open_session`."""
+
+    processes: Processes
+    recipe: Recipe
+    out: Path
+    head: Head
+    frozen: FrozenTarget
+    step: nn.Module  # gives a batch's loss; gradients are averaged over processes
+    optimizers: Optimizers
+    loader: Loader
+    plan: Plan
+    held_out: list[int]
+    num_steps: int | None  # None: by the clock alone
+    dtype: torch.dtype
+    state: State = field(default_factory=State)
+    facts: dict[str, Any] = field(default_factory=dict)
+
+    def windows(self) -> Iterator[Window]:
+        """Return the windows that are still to be trained on, in order."""
+        stop = None if self.num_steps is None else max(0, self.num_steps - self.state.step)
+        return itertools.islice(self.plan.windows(self.state.step), stop)
+
+    def autocast(self) -> torch.autocast:
+        """Enter the precision of the arithmetic; weights stay float32."""
+        return torch.autocast(self.processes.device.type, self.dtype, enabled=self.dtype != torch.float32)
+
+    @property
+    def time_share(self) -> float:
+        """The share of run.minutes that is used up, 0 without such a budget."""
+        minutes = self.recipe.run.minutes
+        return self.state.seconds / (60 * minutes) if minutes else 0.0
+
+    @property
+    def finished(self) -> bool:
+        """True when the run's budget is used up."""
+        return self.time_share >= 1 or (self.num_steps is not None and self.state.step >= self.num_steps)
+
+    def evaluate(self, interrupt: Interrupt) -> AcceptanceCounts | None:
+        """Return the acceptance on all held-out rows; None where there are none, or when interrupted."""
+        if not self.held_out:
+            return None
+        gamma, device = self.recipe.run.eval_gamma, self.processes.device
+        batches = (batch.to(device) for batch in self.loader.evaluation(self.held_out))
+        with torch.no_grad(), self.autocast():
+            going_on = itertools.takewhile(lambda _: not interrupt.asked, batches)
+            mine = predict_chain(self.head, self.frozen, going_on, gamma)
+        counts = torch.tensor([interrupt.asked, mine.rounds, mine.tokens, *mine.histogram], device=device)
+        stopped, rounds, tokens, *histogram = self.processes.sum(counts).tolist()
+        return None if stopped else AcceptanceCounts(rounds, tokens, tuple(histogram))
+
+    def judge(self, found: AcceptanceCounts) -> bool:
+        """Take note of an evaluation; return True when it is the best so far."""
+        self.state.tau = found.tau
+        better = self.state.best_tau is None or found.tau > self.state.best_tau
+        if better:
+            self.state.best_tau, self.state.best_step = found.tau, self.state.step
+        return better
+
+    def save(self) -> Path:
+        """Write a checkpoint and drop those no longer kept; other processes wait."""
+        folder = checkpoints.folder_of(self.out, self.state.step)
+        if self.processes.is_main:
+            checkpoints.save_checkpoint(self.out, self.head, self.optimizers, self.state)
+            checkpoints.prune(self.out, self.recipe.run.keep_last, self.state)
+        self.processes.wait()
+        return folder
+
+    def describe(self) -> str:
+        """Return what is about to be trained, in a line or two."""
+        facts, run = self.facts, self.recipe.run
+        vocabulary = (
+            f"draft vocabulary {facts['draft_vocab_size']:,} ({facts['coverage']:.1%} of answer tokens)"
+        )
+        length = f"{self.num_steps:,} steps" if self.num_steps is not None else f"{run.minutes:g} minutes"
+        text = (
+            f"{self.out}: {self.recipe.head.kind} head of {facts['num_parameters'] / 1e6:.1f} M parameters, "
+            f"{vocabulary}; {facts['train_rows']:,} rows to train on, {facts['held_out_rows']:,} held out; "
+            f"{length} in {facts['precision']} on {facts['processes']} x {facts['device']}"
+        )
+        if facts["rows_without_labels"]:
+            text += f"; {facts['rows_without_labels']:,} rows left out, whose answers are single tokens"
+        if self.state.step:
+            done = ", where it is finished" if self.finished else ""
+            text += f"\n{self.out}: going on from step {self.state.step:,}{done}"
+        if run.minutes:
+            text += (
+                f"\n{self.out}: run.minutes bounds it, so a resumed run is not bit-equal to an unbroken one"
+            )
+        return text
+
+    def summary(self) -> dict[str, Any]:
+        """Return what was made, for people and machines."""
+        state = self.state
+        return {
+            "out": str(self.out),
+            "head": str(self.out / "best"),
+            "recipe": self.recipe.name,
+            "kind": self.recipe.head.kind,
+            "steps": state.step,
+            "tokens": state.tokens,
+            "seconds": round(state.seconds, 1),
+            "skipped": state.skipped,
+            "tau": state.tau,
+            "best_tau": state.best_tau,
+            "best_step": state.best_step,
+            "gamma": self.recipe.run.eval_gamma,
+            **self.facts,
+        }
+
+    def count_skipped(self) -> None:
+        """Count a step whose gradient was not finite; UserError past run.max_skipped of them."""
+        self.state.skipped += 1
+        if self.state.skipped > self.recipe.run.max_skipped:
+            raise UserError(
+                f"{self.out}: step {self.state.step + 1}: the gradient was NaN or infinite in "
+                f"{self.state.skipped} steps, run.max_skipped is {self.recipe.run.max_skipped}; lower the "
+                "learning rate or look for bad features in the shards. The last checkpoint is kept"
+            )
+
+
+def open_session(
+    processes: Processes,
+    shards_folder: Path,
+    recipe: Recipe,
+    out: Path,
+    *,
+    resume: bool = False,
+    init_from: str | None = None,
+) -> Session:
+    """Build a new run, or load the newest checkpoint of the one in `out`. Raises UserError."""
+    shards = open_shards(shards_folder)
+    build.check_shards(recipe, shards)
+    checkpoint, init_from = run_folder.decide(out, recipe, shards, resume, init_from)
+    train_rows, held_out, facts = _rows(shards, recipe)
+    device = processes.device
+    dtype = pick_precision(recipe.run.precision, device)
+    frozen = shards.frozen_target()
+    if checkpoint is not None:
+        head = checkpoints.read_head(checkpoint)
+    elif init_from is not None:
+        head = build.warm_head(init_from, recipe, shards, frozen)
+    else:
+        head = build.new_head(recipe, shards, frozen)
+    head.to(device)
+    frozen = frozen.to(device, dtype)
+    step = build.head_step(head, frozen, recipe)
+    optimizers = Optimizers(head, recipe.optim)
+    plan = Plan(
+        tuple(train_rows),
+        tuple(int(shards.lengths[row]) for row in train_rows),
+        recipe.run.seed,
+        recipe.data.tokens_per_step,
+        recipe.data.rows_per_step,
+    )
+    run = recipe.run
+    session = Session(
+        processes=processes,
+        recipe=recipe,
+        out=out,
+        head=head,
+        frozen=frozen,
+        step=processes.wrap(step),
+        optimizers=optimizers,
+        loader=Loader(
+            shards,
+            recipe.head.kind,
+            step.num_steps,
+            recipe.data.micro_tokens,
+            processes.rank,
+            processes.world,
+            noise=recipe.loss.noise if recipe.head.kind == "eagle1" else 0.0,
+            seed=run.seed,
+            pinned=device.type == "cuda",
+        ),
+        plan=plan,
+        held_out=held_out,
+        num_steps=plan.num_steps(run.epochs, run.steps, run.tokens),
+        dtype=dtype,
+        facts={
+            "target": str(shards.info["target"]["name"]),
+            "num_parameters": build.num_parameters(head),
+            "draft_vocab_size": head.config.draft_vocab_size,
+            "coverage": round(build.vocabulary_coverage(head, shards), 5),
+            "precision": str(dtype).removeprefix("torch."),
+            "device": device.type,
+            "processes": processes.world,
+            **facts,
+        },
+    )
+    if checkpoint is not None:
+        session.state = checkpoints.load_checkpoint(checkpoint, optimizers)
+    _write_start(session, shards, checkpoint, init_from)
+    return session
+
+
+def _rows(shards: Shards, recipe: Recipe) -> tuple[list[int], list[int], dict[str, Any]]:
+    """Return (training rows, held-out rows, their counts); rows in which nothing counts are left out."""
+    conversations = shards.conversation_ids
+    sides = split(conversations, recipe.data.held_out)
+    counting = [any(e > s for s, e in spans) for spans in shards.spans]
+    train, held_out = ([row for row in side if counting[row]] for side in sides)
+    if not any(counting):
+        raise UserError(
+            f"{shards.folder}: no answer of two tokens or more in {shards.num_rows} rows, nothing to "
+            "train on; look at the rows with eagle inspect"
+        )
+    if not train:
+        raise UserError(
+            f"{shards.folder}: data.held_out {recipe.data.held_out:g} leaves none of "
+            f"{len(set(conversations))} conversations to train on; lower it"
+        )
+    facts = {
+        "train_rows": len(train),
+        "held_out_rows": len(held_out),
+        "held_out_conversations": len({conversations[row] for row in sides[1]}),
+        "rows_without_labels": counting.count(False),
+    }
+    return train, held_out, facts
+
+
+def _write_start(session: Session, shards: Shards, checkpoint: Path | None, init_from: str | None) -> None:
+    """Let the main process write the run's records, once every process has decided what to do."""
+    session.processes.wait()
+    if session.processes.is_main:
+        run_folder.record_run(session.out, session.recipe, shards, init_from, session.facts)
+        checkpoints.sweep(session.out)
+        if checkpoint is not None:
+            checkpoints.point(session.out, session.state)
+    session.processes.wait()
