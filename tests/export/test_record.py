@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -75,6 +76,10 @@ def test_every_tensor_and_switch_bears_on_the_reference_outputs(head_dir, tmp_pa
             with torch.no_grad():
                 head.get_parameter(name).mul_(1.01)
             assert not torch.equal(reference_outputs(head), before), name
+        if kind == "eagle3":
+            head = load_head(source)
+            head.config = replace(head.config, norm_output=False)
+            assert not torch.equal(reference_outputs(head), before)
 
 
 @pytest.mark.parametrize("kind", ["eagle1", "eagle3"])

@@ -13,7 +13,7 @@ import torch
 import eagle_train.export.export as export_module
 from eagle_train.errors import UserError
 from eagle_train.export.export import export
-from eagle_train.export.layout import refusals
+from eagle_train.export.layout import refusals, tensor_faults
 from eagle_train.export.verify import verify
 from eagle_train.heads.disk import build_head, load_config, load_head, save_head
 from eagle_train.io import load_tensors, save_tensors, write_json
@@ -114,6 +114,16 @@ def test_damaged_tensors_are_refused_by_name(name, change, words, head_dir, tmp_
         verify(out, head, head.config, "vllm", torch.float32)
 
 
+def test_tables_of_the_engines_differ_by_the_eagle1_bias(head_dir):
+    source = head_dir("eagle1")
+    stored, config = load_tensors(source / "model.safetensors")[0], load_config(source)
+    assert tensor_faults(stored, config, "vllm", torch.float32) == []
+    assert tensor_faults(stored, config, "sglang", torch.float32) == ["missing fc.bias"]
+    stored["fc.bias"] = torch.zeros(32)
+    assert tensor_faults(stored, config, "vllm", torch.float32) == ["unexpected fc.bias"]
+    assert tensor_faults(stored, config, "sglang", torch.float32) == []
+
+
 @pytest.mark.parametrize(
     ("key", "value", "words"),
     [
@@ -166,6 +176,23 @@ def test_a_full_disk_leaves_the_earlier_export_as_it_was(head_dir, tmp_path, mon
     export(newer, out, engine="vllm")
     assert (out / "model.safetensors").read_bytes() != before["model.safetensors"]
     _only(tmp_path, "head", "newer", "out")
+
+
+def test_a_rename_that_fails_puts_the_earlier_export_back(head_dir, tmp_path, monkeypatch):
+    source, out = head_dir("eagle3"), tmp_path / "out"
+    export(source, out, engine="vllm")
+    real = os.rename
+
+    def rename(old, new):
+        if Path(old).name.endswith(".tmp") and Path(new) == out:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        real(old, new)
+
+    monkeypatch.setattr(os, "rename", rename)
+    with pytest.raises(UserError, match="Input/output error"):
+        export(source, out, engine="sglang")
+    assert load_head(out).config.kind == "eagle3"
+    _only(tmp_path, "head", "out")
 
 
 def test_ctrl_c_leaves_nothing_behind(head_dir, tmp_path, monkeypatch):
