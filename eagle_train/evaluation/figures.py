@@ -1,0 +1,84 @@
+"""Pooled figures of one way of drafting, beside plain decoding on the same prompts."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass, field
+from typing import Any
+
+from eagle_train.decoding.loop import Generation
+from eagle_train.losses.acceptance import AcceptanceCounts
+
+
+@dataclass
+class Tally:
+    """Sums over the answers of one method."""
+
+    new_tokens: int = 0  # the prefill's tokens included
+    decoded_tokens: int = 0
+    prefill_seconds: float = 0.0
+    decode_seconds: float = 0.0
+    counts: AcceptanceCounts = field(default_factory=AcceptanceCounts)
+    accepted_uncut: int = 0
+    by_category: dict[str, AcceptanceCounts] = field(default_factory=lambda: defaultdict(AcceptanceCounts))
+
+    def add(self, made: Generation, category: str) -> None:
+        """Pool one answer."""
+        self.new_tokens += len(made.ids)
+        self.decoded_tokens += len(made.ids) - 1
+        self.prefill_seconds += made.prefill_seconds
+        self.decode_seconds += made.decode_seconds
+        if made.accepted:
+            self.counts += made.counts
+            self.by_category[category] += made.counts
+        self.accepted_uncut += sum(made.accepted_uncut)
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Decoding only: the prefill's time and its one token are left out."""
+        return self.decoded_tokens / self.decode_seconds if self.decode_seconds else 0.0
+
+    @property
+    def tokens_per_second_with_prefill(self) -> float:
+        """All new tokens over all time."""
+        seconds = self.prefill_seconds + self.decode_seconds
+        return self.new_tokens / seconds if seconds else 0.0
+
+
+def acceptance_figures(counts: AcceptanceCounts, depth: int) -> dict[str, Any]:
+    """Return the acceptance figures under the names of ``--json``; lists run over positions 1..depth."""
+    padded = counts + AcceptanceCounts(histogram=(0,) * (depth + 1))
+    return {
+        "tau": padded.tau,
+        "rounds": padded.rounds,
+        "tokens": padded.tokens,
+        "accepted_by_position": list(padded.accepted_by_position),
+        "accepted_given_previous": list(padded.accepted_given_previous),
+        "accepted_histogram": list(padded.histogram),
+    }
+
+
+def method_figures(tally: Tally, plain: Tally, tree: dict[str, Any]) -> dict[str, Any]:
+    """Return one method's figures. `plain` is the tally of plain decoding on the same prompts.
+
+    `vllm_acceptance_length` is 1 + accepted guesses / rounds with the guesses past an answer's end counted,
+    as vLLM's counters have it. `round_cost` is the time of a round over that of a plain token: speculation
+    wins where tau is larger.
+    """
+    rounds = tally.counts.rounds
+    seconds_per_round = tally.decode_seconds / rounds if rounds else 0.0
+    plain_rate, rate = plain.tokens_per_second, tally.tokens_per_second
+    plain_whole = plain.tokens_per_second_with_prefill
+    whole = tally.tokens_per_second_with_prefill
+    return {
+        **acceptance_figures(tally.counts, tree["depth"]),
+        "vllm_acceptance_length": 1 + tally.accepted_uncut / rounds if rounds else 1.0,
+        "tokens_per_second": rate,
+        "plain_tokens_per_second": plain_rate,
+        "speedup": rate / plain_rate if plain_rate else 0.0,
+        "speedup_with_prefill": whole / plain_whole if plain_whole else 0.0,
+        "seconds_per_round": seconds_per_round,
+        "round_cost": seconds_per_round * plain_rate,
+        "tau_by_category": {name: counts.tau for name, counts in sorted(tally.by_category.items()) if name},
+        "tree": tree,
+    }

@@ -1,0 +1,158 @@
+"""Acceptance without decoding: a chain's figures from texts that the target wrote, by one pass over them."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from eagle_train.config import load_recipe
+from eagle_train.data.prepare import prepare
+from eagle_train.errors import UserError
+from eagle_train.evaluation.figures import acceptance_figures
+from eagle_train.evaluation.heads import find_head, open_head
+from eagle_train.heads.config import HeadConfig
+from eagle_train.heads.disk import Head
+from eagle_train.io import read_json
+from eagle_train.losses.acceptance import AcceptanceCounts
+from eagle_train.progress import progress
+from eagle_train.shards.reader import Shards, open_shards
+from eagle_train.shards.schema import MANIFEST, holds_all_last, holds_aux
+from eagle_train.targets.extract import extract
+from eagle_train.training.held_out import predict_chain, split
+from eagle_train.training.loader import Loader
+from eagle_train.training.run_folder import RECIPE, RECORD, fingerprint
+
+_TOKENS_AT_ONCE = 4096
+
+
+def predict(
+    head: str | Path | Head,
+    texts: str | Path,
+    target: str | None = None,
+    *,
+    gamma: int = 3,
+    dtype: str = "auto",
+    device: str | torch.device = "cpu",
+    chat_template: str | None = None,
+    trust_remote_code: bool = False,
+    show: bool = True,
+) -> dict[str, Any]:
+    """Return the figures that a greedy chain of `gamma` guesses has on `texts`.
+
+    `texts` is a folder of shards, or conversations in any form that prepare reads, for which `target` is
+    needed: its features are then taken, unrounded, into a temporary folder. The head runs in float32. Exact
+    where the target wrote the answers greedily and its features are not rounded, close where they are, a
+    mere estimate on other people's answers. Where `head` is a run trained on these very shards, only the
+    conversations that it held out are read. Raises UserError for anything the user must change.
+    """
+    if gamma < 1:
+        raise UserError(f"gamma: got {gamma}, wanted at least 1")
+    loaded = open_head(head) if isinstance(head, str | Path) else head
+    name = str(head) if isinstance(head, str | Path) else "as given"
+    if (Path(texts) / MANIFEST).is_file():
+        shards = open_shards(texts)
+        rows, which = _rows_to_read(head, shards)
+        counts = _counts(loaded, shards, rows, gamma, device, show)
+    elif target is None:
+        raise UserError(
+            f"{texts}: not a folder of shards; for a file of answers give --target, whose features are needed"
+        )
+    else:
+        with tempfile.TemporaryDirectory(prefix="eagle-predict-") as temporary:
+            folder = Path(temporary)
+            prepare(
+                [str(texts)],
+                target,
+                folder / "rows",
+                chat_template=chat_template,
+                trust_remote_code=trust_remote_code,
+                show=False,
+            )
+            extract(
+                folder / "rows",
+                target,
+                folder / "shards",
+                features=loaded.config.kind,
+                codec="fp32",
+                dtype=dtype,
+                layer_ids=_wanted_layers(loaded.config),
+                trust_remote_code=trust_remote_code,
+                show=show,
+                announce=False,
+            )
+            shards = open_shards(folder / "shards")
+            rows, which = list(range(shards.num_rows)), "all"
+            counts = _counts(loaded, shards, rows, gamma, device, show)
+    return {
+        "head": name,
+        "kind": loaded.config.kind,
+        "target": shards.info["target"]["name"],
+        "texts": str(texts),
+        "rows": len(rows),
+        "which_rows": which,
+        "predicted": True,
+        "temperature": 0.0,
+        "codec": shards.info["codec"],
+        "dtype": shards.info["target"]["dtype"],
+        **acceptance_figures(counts, gamma),
+        "tree": {"draft": "chain", "nodes": gamma + 1, "depth": gamma},
+    }
+
+
+def _counts(
+    head: Head, shards: Shards, rows: list[int], gamma: int, device: str | torch.device, show: bool
+) -> AcceptanceCounts:
+    _check(head.config, shards)
+    head = head.to(device=device, dtype=torch.float32).eval()
+    frozen = shards.frozen_target().to(device, torch.float32)
+    loader = Loader(shards, head.config.kind, gamma, _TOKENS_AT_ONCE)
+    counts = AcceptanceCounts()
+    with progress("predict", sum(int(shards.lengths[row]) for row in rows), "tokens", show) as bar:
+        for batch in loader.evaluation(rows):
+            counts += predict_chain(head, frozen, [batch.to(device)], gamma)
+            bar.advance(batch.num_tokens, f"tau {counts.tau:.3f}")
+    return counts
+
+
+def _wanted_layers(config: HeadConfig) -> tuple[int, ...] | None:
+    return config.feature_layers or None
+
+
+def _check(config: HeadConfig, shards: Shards) -> None:
+    """Refuse shards that do not hold what the head reads."""
+    features, vocabulary = shards.info["features"], int(shards.info["vocab_size"])
+    if not (holds_aux(features) if config.kind == "eagle3" else holds_all_last(features)):
+        raise UserError(
+            f"{shards.folder}: features of {features}, the head is {config.kind}; "
+            f"re-run: eagle extract --for {config.kind}"
+        )
+    wanted = config.layers_for(int(shards.info["num_layers"]))
+    if config.kind == "eagle3" and tuple(shards.info["layer_ids"]) != wanted:
+        raise UserError(
+            f"{shards.folder}: captured layers {tuple(shards.info['layer_ids'])}, the head reads {wanted}; "
+            f"re-run: eagle extract --for eagle3 --layers {','.join(map(str, wanted))}"
+        )
+    if config.vocab_size != vocabulary:
+        raise UserError(
+            f"{shards.folder}: the target has {vocabulary} tokens, the head was made for "
+            f"{config.vocab_size}; use shards of the head's own target"
+        )
+
+
+def _rows_to_read(head: str | Path | Head, shards: Shards) -> tuple[list[int], str]:
+    """Return all rows, or those held out where the head was trained on these shards."""
+    everything = list(range(shards.num_rows))
+    run = _run_of(head) if isinstance(head, str | Path) else None
+    if run is None or read_json(run / RECORD, "choose another run").get("shards") != fingerprint(shards):
+        return everything, "all"
+    held_out = split(shards.conversation_ids, load_recipe(run / RECIPE).data.held_out)[1]
+    return (held_out, "held out from training") if held_out else (everything, "all, also those trained on")
+
+
+def _run_of(head: str | Path) -> Path | None:
+    folder = find_head(head).resolve()
+    run = folder.parent.parent
+    return run if (run / RECORD).is_file() and (run / RECIPE).is_file() else None

@@ -1,0 +1,79 @@
+"""The same figures as lines for people."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def draft_name(tree: dict[str, Any]) -> str:
+    """Name a draft's shape, e.g. ``dynamic tree of 60 (top-k 10, depth 8)``."""
+    if tree["draft"] == "chain":
+        return f"chain of {tree['depth']}"
+    beams = f"top-k {tree['top_k']}, " if "top_k" in tree else ""
+    return f"{tree['draft']} tree of {tree['nodes']} nodes ({beams}depth {tree['depth']})"
+
+
+def lines(report: dict[str, Any]) -> list[str]:
+    """Return the report of `evaluate` as lines of text."""
+    greedy = report["temperature"] == 0
+    how = "greedy" if greedy else f"temperature {report['temperature']:g}"
+    if not greedy:
+        how += f", top-k {report['top_k']}" if report["top_k"] else ""
+        how += f", top-p {report['top_p']:g}" if report["top_p"] < 1 else ""
+    found = [
+        f"{report['kind']} head {report['head']} on {report['target']}: {report['prompts']} prompts, up to "
+        f"{report['max_new_tokens']} new tokens, {how}, {report['dtype']}, {report['device']}",
+        f"plain decoding: {report['plain']['tokens_per_second']:.1f} tokens/s",
+    ]
+    for result in report["results"]:
+        found += ["", *_result_lines(result)]
+    return found
+
+
+def _result_lines(result: dict[str, Any]) -> list[str]:
+    found = [
+        f"{draft_name(result['tree'])}",
+        f"  acceptance length (tau)   {result['tau']:.3f}   ({result['tokens']:,} tokens in "
+        f"{result['rounds']:,} rounds; as vLLM counts: {result['vllm_acceptance_length']:.3f})",
+        f"  accepted by position      {_shares(result['accepted_by_position'])}",
+        f"  given the previous        {_shares(result['accepted_given_previous'])}",
+        f"  rounds by accepted count  {' '.join(map(str, result['accepted_histogram']))}",
+        f"  tokens per second         {result['tokens_per_second']:.1f}, {result['speedup']:.2f} times plain "
+        f"decoding ({result['speedup_with_prefill']:.2f} with the prefill)",
+        f"  a round takes             {result['round_cost']:.2f} times as long as a plain token"
+        + ("" if result["speedup"] >= 1 else f", more than the {result['tau']:.2f} tokens it gives"),
+        f"  output                    {_lossless(result)}",
+    ]
+    if result["tau_by_category"]:
+        taus = ", ".join(f"{name} {tau:.2f}" for name, tau in result["tau_by_category"].items())
+        found.append(f"  tau by category           {taus}")
+    return found
+
+
+def _lossless(result: dict[str, Any]) -> str:
+    if result["lossless"] is None:
+        return "sampled: the target's law is kept by the rule of verification"
+    if result["lossless"]:
+        return "equal to plain decoding on every prompt"
+    first = result["differences"][0]
+    return (
+        f"differs from plain decoding on {len(result['differences'])} prompts; first: {first['question']}, "
+        f"turn {first['turn']}, token {first['at']}, where the two best logits are {first['gap']:.2g} apart"
+    )
+
+
+def _shares(values: list[float]) -> str:
+    return " ".join(f"{value:.3f}" for value in values)
+
+
+def predicted_lines(report: dict[str, Any]) -> list[str]:
+    """Return the report of `predict` as lines of text."""
+    return [
+        f"{report['kind']} head {report['head']}, {draft_name(report['tree'])}, predicted without decoding "
+        f"on {report['texts']} ({report['rows']:,} rows: {report['which_rows']}; features {report['codec']})",
+        f"  acceptance length (tau)   {report['tau']:.3f}   ({report['tokens']:,} tokens in "
+        f"{report['rounds']:,} rounds)",
+        f"  accepted by position      {_shares(report['accepted_by_position'])}",
+        f"  given the previous        {_shares(report['accepted_given_previous'])}",
+        f"  rounds by accepted count  {' '.join(map(str, report['accepted_histogram']))}",
+    ]
