@@ -1,0 +1,121 @@
+"""The whole chain on the built-in small case: conversations to a proven head, on a laptop.
+
+Every stage is one documented call, the same that its command makes, and leaves its record under `out`;
+a repeated demo takes finished stages as they are.
+"""
+
+from __future__ import annotations
+
+import importlib.resources
+import json
+import resource
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from eagle_train.config import load_recipe
+from eagle_train.data.prepare import prepare
+from eagle_train.decoding.drafters import Chain, Dynamic
+from eagle_train.evaluation.evaluate import evaluate
+from eagle_train.export.export import export
+from eagle_train.io import make_folder, write_json
+from eagle_train.targets.builtin import small_target
+from eagle_train.targets.checkpoint import computes_in_bf16
+from eagle_train.targets.extract import extract
+from eagle_train.targets.load import default_device
+from eagle_train.targets.workers import start_workers
+from eagle_train.training.loop import train
+
+RECIPE = "eagle3-smollm2"
+NUM_QUESTIONS = 20
+NEW_TOKENS = 64
+CHAIN = Chain(3)
+TREE = Dynamic(total_tokens=26, top_k=6, depth=5)
+
+
+def built_in_conversations() -> Path:
+    """Return the shipped conversations: our prompts with the small target's own greedy answers."""
+    return Path(str(importlib.resources.files("eagle_train.data.builtin") / "conversations.jsonl.gz"))
+
+
+def demo(out: str | Path) -> dict[str, Any]:
+    """Run prepare, extract, train, eval and export into the folder `out`; return the figures.
+
+    Keys: ``untrained_tau`` and ``predicted_tau`` (chain of 3 on held-out conversations, without decoding),
+    ``evaluation`` (as `evaluate` returns it: both drafts beside plain decoding, float32), ``seconds`` by
+    stage, ``peak_memory_gib`` of the largest process, ``folders``. Raises UserError as the stages do.
+    """
+    folder = make_folder(out)
+    clock = _Clock()
+    with clock.stage("fetch the target"):
+        target = str(small_target())
+    with clock.stage("prepare"):
+        prepare([str(built_in_conversations())], target, folder / "rows")
+    with clock.stage("extract"):
+        dtype = "bf16" if computes_in_bf16(default_device()) else "fp32"
+        settings = {"features": "eagle3", "dtype": dtype}
+        rows, shards = folder / "rows", folder / "shards"
+        if start_workers(rows, target, shards, None, settings) is None:
+            extract(rows, target, shards, **settings)
+    with clock.stage("train"):
+        trained = train(folder / "shards", load_recipe(RECIPE), folder / "run")
+    with clock.stage("eval"):
+        evaluation = evaluate(
+            folder / "run",
+            target,
+            drafts=[CHAIN, TREE],
+            num_questions=NUM_QUESTIONS,
+            max_turns=1,
+            max_new_tokens=NEW_TOKENS,
+            dtype="fp32",
+        )
+    with clock.stage("export"):
+        exported = export(folder / "run", folder / "head", engine="vllm", overwrite=True)
+    report = {
+        "untrained_tau": _untrained_tau(folder / "run"),
+        "predicted_tau": trained["tau"],
+        "evaluation": evaluation,
+        "seconds": clock.seconds,
+        "peak_memory_gib": _peak_memory_gib(),
+        "target": target,
+        "folders": {name: str(folder / name) for name in ("rows", "shards", "run", "head")},
+        "head": exported,
+    }
+    write_json(folder / "demo.json", report)
+    return report
+
+
+def _untrained_tau(run: Path) -> float:
+    """Return the acceptance length that the trainer predicted before its first step."""
+    with open(run / "metrics.jsonl", encoding="utf-8") as lines:
+        return float(json.loads(next(lines))["tau"])
+
+
+def _peak_memory_gib() -> float:
+    """Return the largest resident size of this process or any worker it waited for."""
+    unit = 1 if sys.platform == "darwin" else 1024  # bytes there, KiB elsewhere
+    peak = max(resource.getrusage(who).ru_maxrss for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+    return peak * unit / 2**30
+
+
+class _Clock:
+    """Seconds by stage, announced as they begin."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+
+    def stage(self, name: str) -> _Stage:
+        return _Stage(self, name)
+
+
+class _Stage:
+    def __init__(self, clock: _Clock, name: str) -> None:
+        self.clock, self.name = clock, name
+
+    def __enter__(self) -> None:
+        print(f"\n== {self.name}", file=sys.stderr, flush=True)
+        self.started = time.monotonic()
+
+    def __exit__(self, *error: object) -> None:
+        self.clock.seconds[self.name] = round(time.monotonic() - self.started, 1)
