@@ -18,7 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from eagle_train.heads.fused import block_backward, block_forward, wide
+from eagle_train.heads.fused import block_backward, block_forward
+from eagle_train.heads.precision import wide
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from eagle_train.heads.precision import wide
+
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 _SCORES_AT_ONCE = 1 << 24  # elements of a block of scores in the portable path
@@ -55,11 +57,6 @@ def block_backward(
         scale=scale,
     )
     return tuple(x[0].transpose(0, 1) for x in found)  # type: ignore[return-value]
-
-
-def wide(x: Tensor) -> Tensor:
-    """Return x in float32, or as it is in float64."""
-    return x if x.dtype == torch.float64 else x.float()
 
 
 def _batched(x: Tensor) -> Tensor:

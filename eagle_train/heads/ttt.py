@@ -4,7 +4,8 @@ At step i row t reads its own carried hidden state and the embedding of x[t+1+i]
 attends to the step-0 keys of rows <= t and to the keys of its own row's steps 1..i. That equals
 drafting step by step with a key-value cache whose older entries come from true features.
 
-Only rows that still count are computed at steps >= 1; step 0 computes keys and values on all rows.
+Only rows that still count are computed at steps >= 1; step 0 computes keys and values on
+the rows before them too.
 Source: EAGLE-3 (arXiv 2503.01840), section 3.2.
 """
 
@@ -53,22 +54,23 @@ def unroll(
     batch: PackedBatch,
     num_steps: int,
     counted: Tensor | None = None,
-    memory: Callable[[PackedBatch], Memory] | None = None,
+    memory: Callable[[Tensor], Memory] | None = None,
 ) -> Iterator[TttStep]:
     """Yield the head's teacher-forced output of each step, for the rows that still matter.
 
     `counted` [S, C] bool narrows what counts at each step further than batch.room does; a row is then
     computed as long as it counts at this or a later step. Stops early when no row is left.
     """
-    keys = (memory or RunMemory)(batch)
     alive, counts = _plan(batch, num_steps, counted)
     out = torch.empty(0)
     for i, index in enumerate(alive):
         rows = batch.rows[index]
         if i == 0:
-            hidden = head.start(batch.feature)  # (N, F) -> (N, H)
-            embeds = frozen.embed(batch.next_ids)  # x[t+1] of every row
-            out = head(hidden, embeds, batch.position, keys.at_step0(rows), rows)
+            seen, asking, starts = _read_rows(rows, batch.row_starts)
+            keys = (memory or RunMemory)(starts)
+            hidden = head.start(batch.feature.index_select(0, seen))  # (N, F) -> (K, H)
+            embeds = frozen.embed(batch.next_ids[seen])  # x[t+1]
+            out = head(hidden, embeds, batch.position[seen], keys.at_step0(asking), asking)
         else:
             keep = torch.searchsorted(alive[i - 1], index)  # places among the rows of the step before
             keys.narrow(keep)
@@ -98,12 +100,28 @@ def _plan(
     return alive[:used], counts[:used]
 
 
+def _read_rows(rows: Tensor, row_starts: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Leave out what no counted row reads: the rows of a document behind its last counted one.
+
+    Returns the packed rows kept [K], the places of `rows` among them, and the documents' starts there.
+    """
+    starts = row_starts[:-1]
+    last = torch.searchsorted(rows, row_starts[1:]) - 1  # the last of `rows` before each document's end
+    ends = torch.where(last >= 0, rows[last.clamp(min=0)] + 1, starts)
+    lengths = (ends - starts).clamp(min=0)  # 0 where the document has no row
+    kept = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))  # [R+1]
+    shift = starts - kept[:-1]  # [R], packed index minus kept index
+    seen = torch.arange(int(kept[-1]), device=rows.device) + shift.repeat_interleave(lengths)
+    document = torch.searchsorted(row_starts, rows, right=True) - 1
+    return seen, rows - shift[document], kept
+
+
 class RunMemory:
     """The fast path: fused attention over runs of consecutive rows, merged with the own-row keys."""
 
-    def __init__(self, batch: PackedBatch) -> None:
-        self._starts = batch.row_starts
-        self._every = torch.arange(len(batch.input_ids))
+    def __init__(self, starts: Tensor) -> None:
+        """`starts` [R+1] are the documents' first rows among those whose keys step 0 computes."""
+        self._starts = starts
         self._first: dict[int, tuple[Tensor, Tensor]] = {}  # layer -> keys and values of step 0, all rows
         self._own: dict[int, list[tuple[Tensor, Tensor]]] = {}  # layer -> those of later steps, own rows
 
@@ -114,7 +132,7 @@ class RunMemory:
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             self._first[layer], self._own[layer] = (k, v), []
             whole = len(q) == len(k)  # below the top layer every row asks
-            runs = find_runs(self._every, self._starts) if whole else self._runs
+            runs = find_runs(torch.arange(len(k)), self._starts) if whole else self._runs
             return attend_runs(q, k, v, [], runs)
 
         return attend

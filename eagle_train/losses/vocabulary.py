@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
+from eagle_train.heads.precision import wide
+
 if TYPE_CHECKING:
     from eagle_train.shards.frozen_target import FrozenTarget
 
@@ -26,11 +28,11 @@ class VocabularyLoss(NamedTuple):
 
 
 def draft_distribution(target: FrozenTarget, last: Tensor) -> Tensor:
-    """Return the target's distribution over its output rows, [.., D] float32, from final states [.., H].
+    """Return the target's distribution over its output rows, [.., D] float32 or wider, from states [.., H].
 
     `target` is the frozen target restricted to the draft vocabulary, which renormalises.
     """
-    return target.logits(last).float().softmax(-1)
+    return wide(target.logits(last)).softmax(-1)
 
 
 def vocabulary_loss(
@@ -70,12 +72,12 @@ class _Loss(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor, Tensor]:
         device = hidden.device.type
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
-        wide = torch.float64 if dtype == torch.float64 else torch.float32
+        sums = torch.float64 if dtype == torch.float64 else torch.float32
         wants_hidden, wants_weight = ctx.needs_input_grad[:2]
-        rows = torch.empty(len(hidden), dtype=wide, device=hidden.device)
+        rows = torch.empty(len(hidden), dtype=sums, device=hidden.device)
         hits = torch.empty(len(hidden), dtype=torch.bool, device=hidden.device)
         dhidden = torch.empty_like(hidden) if wants_hidden else None
-        dweight = torch.zeros_like(weight, dtype=wide) if wants_weight else None
+        dweight = torch.zeros_like(weight, dtype=sums) if wants_weight else None
         output = weight.to(dtype)
         size = min(max(1, _LOGITS_AT_ONCE // len(weight)), max(1, len(hidden)))
         buffer = torch.empty((size, len(weight)), dtype=dtype, device=hidden.device)  # new memory is slow
@@ -127,7 +129,7 @@ def _blocks(
 
 def _mapped(product: Tensor, target: FrozenTarget | None) -> tuple[Tensor, Tensor | float | None]:
     """Return wide logits of a product with the output weight, and their derivative where it is not 1."""
-    z = product if product.dtype == torch.float64 else product.float()
+    z = wide(product)
     if target is None:
         return z, None
     if target.bias is not None:
