@@ -12,7 +12,8 @@ import re
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, BinaryIO
+from io import BufferedReader
+from typing import Any
 
 _BLOCK = 1 << 22  # bytes read at a time
 _EDGE = 16  # an error this near the end of what was read may only mean that more must be read
@@ -28,7 +29,7 @@ class Damaged:
     what: str
 
 
-def read_lines(handle: BinaryIO) -> Iterator[tuple[int, Any]]:
+def read_lines(handle: BufferedReader) -> Iterator[tuple[int, Any]]:
     """Yield (line, value or Damaged) of a JSON-lines file; blank lines and byte-order marks are ignored."""
     number = 0
     try:
@@ -47,7 +48,7 @@ def _parsed(text: str) -> Any:
         return Damaged(f"not valid JSON ({error})")
 
 
-def read_values(handle: BinaryIO) -> Iterator[tuple[int, Any]]:
+def read_values(handle: BufferedReader) -> Iterator[tuple[int, Any]]:
     """Yield (line, value or Damaged) of a ``.json`` file.
 
     The file is one array (its items are the values), or one or more values one after the other.
@@ -56,9 +57,11 @@ def read_values(handle: BinaryIO) -> Iterator[tuple[int, Any]]:
     first = stream.peek()
     if first == "[":
         yield from _array_items(stream)
-        return
-    while stream.peek():
-        yield stream.value()
+    else:
+        while stream.peek():
+            yield stream.value()
+        if stream.failure and stream.read_whole:
+            yield stream.line(), Damaged(f"cannot be read further ({stream.failure})")
 
 
 def _array_items(stream: _Stream) -> Iterator[tuple[int, Any]]:
@@ -75,7 +78,7 @@ def _array_items(stream: _Stream) -> Iterator[tuple[int, Any]]:
             stream.seek_record()
         elif not sign:
             if stream.read_whole:
-                yield stream.line(), Damaged("cut off: the array is not closed")
+                yield stream.line(), Damaged(f"cut off: {stream.failure or 'the array is not closed'}")
             return
         else:
             yield stream.value()
@@ -84,7 +87,7 @@ def _array_items(stream: _Stream) -> Iterator[tuple[int, Any]]:
 class _Stream:
     """A window of decoded text over the file: `_text[_place:]` is not yet consumed."""
 
-    def __init__(self, handle: BinaryIO) -> None:
+    def __init__(self, handle: BufferedReader) -> None:
         self._handle = handle
         self._decode = codecs.getincrementaldecoder("utf-8")("surrogateescape").decode
         self._json = json.JSONDecoder()
@@ -166,13 +169,24 @@ class _Stream:
         """Read another block, as large as what is waiting; False at the end of the file."""
         if self._at_end:
             return False
-        waiting = len(self._text) - self._place
-        try:
-            block = self._handle.read(max(_BLOCK, waiting))
-        except _UNREADABLE as error:
-            block, self.failure = b"", str(error)
+        block = self._read(max(_BLOCK, len(self._text) - self._place))
         self._at_end = not block
         self.line()
         self._text = self._text[self._place :] + self._decode(block, final=self._at_end)
         self._place = self._counted = 0
         return not self._at_end
+
+    def _read(self, size: int) -> bytes:
+        """Read about `size` bytes, or what there is before the end or before damage."""
+        parts: list[bytes] = []
+        while size > 0 and not self.failure:
+            try:
+                part = self._handle.read1(size)
+            except _UNREADABLE as error:
+                self.failure = str(error)
+                break
+            if not part:
+                break
+            parts.append(part)
+            size -= len(part)
+        return b"".join(parts)

@@ -8,6 +8,7 @@ import json
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from io import BufferedReader
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
@@ -199,7 +200,7 @@ def _json_entries(source: Source) -> Iterator[Entry]:
     try:
         with open(source.path, "rb") as raw:
             # A gzip reader is a buffered binary reader in all but its declared type.
-            handle = cast(BinaryIO, gzip.GzipFile(fileobj=raw)) if source.name.endswith(".gz") else raw
+            handle = cast(BufferedReader, gzip.GzipFile(fileobj=raw)) if source.name.endswith(".gz") else raw
             by_line = source.name.lower().endswith(LINE_FORMS) and not _opens_an_array(handle)
             handle.seek(0)
             for line, value in read_lines(handle) if by_line else read_values(handle):
@@ -214,7 +215,7 @@ def _position(raw: BinaryIO) -> int:
     return os.lseek(raw.fileno(), 0, os.SEEK_CUR)  # tell() is refused while lines are iterated
 
 
-def _opens_an_array(handle: BinaryIO) -> bool:
+def _opens_an_array(handle: BufferedReader) -> bool:
     """True when a file called JSON lines is one array over many lines."""
     try:
         first = handle.readline().decode("utf-8", "replace").strip(" \t\r\n\ufeff")
@@ -224,7 +225,7 @@ def _opens_an_array(handle: BinaryIO) -> bool:
         return False
     try:
         json.loads(first)
-    except ValueError:
+    except (ValueError, RecursionError):
         return first in ("[", "[{")
     return False
 

@@ -67,8 +67,8 @@ GEMMA = (
     "{% if add_generation_prompt %}{{ '<start_of_turn>model\n' }}{% endif %}"
 )
 # No generation prompt at all, and no token that closes an answer.
-PLAIN = "{% for message in messages %}{{ message['role'] | upper + ': ' + message['content'] + '\n' }}{% endfor %}"
-# Its end-of-turn tokens swallow the white space behind them (see `swallowing`).
+PLAIN = "{% for turn in messages %}{{ turn['role'] | upper + ': ' + turn['content'] + '\n' }}{% endfor %}"
+# Its end-of-turn tokens swallow the white space behind them (see `_SWALLOWING`).
 PHI = (
     "{% for message in messages %}"
     "{{ '<|' + message['role'] + '|>\n' + message['content'] + '<|end|>\n' }}{% endfor %}"
@@ -78,8 +78,8 @@ PHI = (
 DATED = (
     "{{ '<|im_start|>system\nToday is ' + strftime_now('%d %b %Y') + '<|im_end|>\n' }}"
     "{% for message in messages %}{% if message['role'] in ('user', 'assistant') %}"
-    "{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}{% endif %}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+    "{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
+    "{% endif %}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 
 _TEXTS = {
@@ -101,7 +101,7 @@ _SPECIAL = [
 _SWALLOWING = ["<|user|>", "<|assistant|>", "<|end|>"]
 _CORPUS = [
     "Hello there, how are you? I am fine. What is the capital of France? Paris is the capital of France.",
-    "user assistant system model USER ASSISTANT [INST] [/INST] think\n\n\n\n  \n\n\nHello\n\nHello\n\n\nParis",
+    "user assistant system model USER ASSISTANT [INST] think\n\n\n\n  \n\n\nHello\n\nHello\n\n\nParis",
     "A chat between a curious user and an artificial intelligence assistant. gives helpful detailed answers",
 ] * 3
 

@@ -1,4 +1,4 @@
-"""The mask by value: which token is the first and which the last that is supervised, for every template kind."""
+"""The mask by value: the first and the last token that are supervised, for every kind of template."""
 
 from __future__ import annotations
 
@@ -101,8 +101,8 @@ def test_built_in_templates_on_a_tokenizer_that_begins_texts_with_a_space(
 def test_vicuna_equals_its_format_to_the_letter(sentence_piece: Any) -> None:
     template = load_template(sentence_piece(), "vicuna")
     system = (
-        "A chat between a curious user and an artificial intelligence assistant. The assistant gives helpful, "
-        "detailed, and polite answers to the user's questions."
+        "A chat between a curious user and an artificial intelligence assistant. The assistant gives "
+        "helpful, detailed, and polite answers to the user's questions."
     )
     messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
     assert template.render([*messages, messages[0]], True) == (
@@ -335,7 +335,7 @@ def test_rendering_equals_the_librarys(byte_level: Any) -> None:
             )
 
 
-pieces = st.sampled_from([*"ab \n\t.,?é界🙂", "Hello", "Paris", " the", "</think>", "<think>\n", "\n\n"])
+pieces = st.sampled_from([*"ab \n\t.,?é界🙂", "Hello", "Paris", " the", "<|", "\n\n"])
 texts = st.lists(pieces, min_size=1, max_size=20).map("".join).filter(str.strip)
 talks = st.lists(st.tuples(texts, texts), min_size=1, max_size=4)
 
@@ -350,19 +350,13 @@ def test_any_text_is_supervised_whole_and_nothing_else(
     encoder = encoder_of(tokenizer)
     turns = [turn for question, answer in exchanges for turn in (("user", question), ("assistant", answer))]
     conversation = talk(*turns)
-    try:
-        rows = encoder.rows(conversation)
-    except Skip as reason:
-        assert "does not show" in str(reason)  # a thought and no answer behind it
-        return
+    rows = encoder.rows(conversation)
     found = [text for row in rows for text in supervised(tokenizer, row)]
     ends = encoder.end_of_turn
     answers = [turn.content for turn in conversation.turns if turn.role == "assistant"]
     assert len(found) == len(answers)
     for text, answer in zip(found, answers, strict=True):
         shown = text.removesuffix(ends[1]) if ends else text
-        if name == "qwen-thinking" and "think" in answer:
-            continue
         assert shown == (" " + answer if name in ("mistral", "plain") else answer)
     for row in rows:
         assert row.spans[0][0] > 0

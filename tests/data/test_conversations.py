@@ -1,0 +1,205 @@
+"""Each repair and each reason to skip: one rule, one count."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from eagle_train.data.conversations import BadRecord, Conversation, Skip, TokenRow, read_record, spans_of
+
+Q, A = {"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello"}
+
+
+def read(record: Any) -> Conversation:
+    found = read_record(record, "file#1")
+    assert isinstance(found, Conversation)
+    return found
+
+
+def shape(found: Conversation) -> list[tuple[str, str]]:
+    return [(turn.role, turn.content) for turn in found.turns]
+
+
+@pytest.mark.parametrize("name", ["human", "user", "Human", " USER "])
+@pytest.mark.parametrize("other", ["gpt", "chatgpt", "bing", "bard", "assistant", "model"])
+def test_role_names_in_the_wild(name: str, other: str) -> None:
+    found = read({"conversations": [{"from": name, "value": "Hi"}, {"from": other, "value": "Hello"}]})
+    assert shape(found) == [("user", "Hi"), ("assistant", "Hello")]
+    assert found.repairs == ()
+
+
+@pytest.mark.parametrize("name", ["tool", "function", "observation"])
+def test_tool_turns_are_one_role(name: str) -> None:
+    found = read({"messages": [Q, A, {"role": name, "content": "42"}, A]})
+    assert [turn.role for turn in found.turns] == ["user", "assistant", "tool", "assistant"]
+    assert found.repairs == (() if name == "tool" else (f"role {name} read as tool",))
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        {"conversations": [Q, A]},
+        {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]},
+        {"messages": [Q, {"role": "assistant", "content": "Hello"}]},
+        {"messages": [{"from": "human", "content": "Hi"}, {"role": "assistant", "value": "Hello"}]},
+        {"conversation": [Q, A]},
+        {"conversations": None, "messages": [Q, A]},
+        {"conversations": '[{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello"}]'},
+        [Q, A],
+    ],
+)
+def test_forms_of_a_record(record: Any) -> None:
+    assert shape(read(record)) == [("user", "Hi"), ("assistant", "Hello")]
+
+
+@pytest.mark.parametrize(
+    ("record", "reason"),
+    [
+        ({"conversations": []}, "empty conversation"),
+        ({"conversations": None}, "empty conversation"),
+        ({"text": "Hi"}, "no conversation in the record"),
+        ("Hi", "the record is not an object"),
+        (None, "the record is not an object"),
+        ({"messages": "Hi"}, "the conversation is not a list of turns"),
+        ({"messages": {"role": "user"}}, "the conversation is not a list of turns"),
+        ({"messages": ["Hi", "Hello"]}, "a turn is not an object"),
+        ({"messages": [{"content": "Hi"}]}, "a turn without a role"),
+        ({"messages": [{"role": 3, "content": "Hi"}]}, "a turn without a role"),
+        ({"messages": [{"role": "system", "content": "Be kind."}]}, "system turn only"),
+        ({"system": "Be kind.", "messages": [{"role": "system", "content": " "}]}, "system turn only"),
+        ({"messages": [Q]}, "no answer"),
+        ({"messages": [A]}, "no prompt before the answer"),
+        ({"messages": [Q, {"role": "function_call", "content": "{}"}, A]}, "unknown role 'function_call'"),
+        ({"messages": [{"role": "user", "content": 3}, A]}, "the text of a turn is not a string"),
+        ({"messages": [{"role": "user", "content": {"a": 1}}, A]}, "the text of a turn is not a string"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}, A]},
+            "a part of a turn is not text",
+        ),
+        ({"messages": [{"role": "user", "content": ""}, A]}, "an empty turn before the first answer"),
+        ({"messages": [Q, {"role": "assistant", "content": None}]}, "an empty turn before the first answer"),
+        ({"system": 3, "messages": [Q, A]}, "the system text is not a string"),
+        ({"messages": [Q, A | {"answer_ids": ["a"]}]}, "answer_ids is not a list of token ids"),
+        ({"messages": [Q, A | {"answer_ids": [True]}]}, "answer_ids is not a list of token ids"),
+    ],
+)
+def test_reasons_to_skip(record: Any, reason: str) -> None:
+    with pytest.raises(Skip) as caught:
+        read_record(record, "file#1")
+    assert str(caught.value) == reason
+
+
+@pytest.mark.parametrize(
+    ("turns", "left", "repair"),
+    [
+        ([A, Q, A], [Q, A], "answer before the first prompt dropped"),
+        ([A, A, Q, A], [Q, A], "answer before the first prompt dropped"),
+        ([Q, A, Q], [Q, A], "turn without an answer dropped"),
+        ([Q, A, {"from": "human", "value": ""}, A], [Q, A], "cut before an empty turn"),
+        ([Q, A, Q, {"from": "gpt", "value": None}, Q, A], [Q, A], "cut before an empty turn"),
+        ([Q, A, Q, {"from": "gpt", "value": " \n"}], [Q, A], "cut before an empty turn"),
+        ([{"from": "system", "value": ""}, Q, A], [Q, A], "empty system turn dropped"),
+        ([Q, Q, A], [{"from": "human", "value": "Hi\n\nHi"}, A], "user turns in a row joined"),
+        ([Q, A, A], [Q, {"from": "gpt", "value": "Hello\n\nHello"}], "assistant turns in a row joined"),
+        (
+            [{"from": "human", "value": [{"type": "text", "text": "Hi"}, "you"]}, A],
+            [{"from": "human", "value": "Hi\nyou"}, A],
+            "text parts joined",
+        ),
+    ],
+)
+def test_repairs(turns: list[Any], left: list[Any], repair: str) -> None:
+    found = read({"conversations": turns})
+    assert shape(found) == shape(read({"conversations": left}))
+    assert repair in found.repairs
+
+
+def test_system_texts() -> None:
+    system = {"role": "system", "content": "Be kind."}
+    wanted = [("system", "Be kind."), ("user", "Hi"), ("assistant", "Hello")]
+    assert shape(read({"messages": [system, Q, A]})) == wanted
+    assert shape(read({"system": "Be kind.", "messages": [Q, A]})) == wanted
+    assert shape(read({"system": "Be kind.", "messages": [system, Q, A]})) == wanted
+    assert shape(read({"system": "", "messages": [Q, A]})) == wanted[1:]
+    two = read({"system": "Be brief.", "messages": [system, Q, A]})
+    assert shape(two)[0] == ("system", "Be brief.\n\nBe kind.")
+    assert two.repairs == ("system turns in a row joined",)
+
+
+def test_damaged_text_is_no_reason_to_skip_but_a_bad_record() -> None:
+    for damaged in ({"messages": [Q, {"role": "assistant", "content": "a\ud800b"}]},):
+        with pytest.raises(BadRecord, match="not valid Unicode"):
+            read_record(damaged, "file#1")
+    with pytest.raises(BadRecord):
+        read_record({"system": "\udfff", "messages": [Q, A]}, "file#1")
+
+
+def test_fields_nobody_uses_may_be_anything() -> None:
+    for other in (3, "a", None, [1], {"b": "\ud800"}, 1.5, True):
+        found = read({"id": other, "model": other, "conversations": [Q | {"weight": other}, A]})
+        assert shape(found) == [("user", "Hi"), ("assistant", "Hello")]
+    assert read({"id": 7, "conversations": [Q, A]}).source == "file#1:7"
+    assert read({"id": "\ud800", "conversations": [Q, A]}).source == "file#1:?"
+
+
+def test_conversation_id_follows_the_text_alone() -> None:
+    one = read({"id": "a", "conversations": [Q, A]})
+    copy = read({"id": "b", "messages": [{"role": "user", "content": "Hi"}, A]})
+    other = read({"id": "a", "conversations": [Q, A, Q, A]})
+    assert one.id == copy.id != other.id
+    assert len(one.id) == 16
+
+
+def test_answers_record() -> None:
+    answer = {"role": "assistant", "content": "Hello", "answer_ids": [5, 6], "finished": False}
+    made_by = {"model": "m", "tokenizer_fingerprint": "abc", "dtype": "fp32"}
+    found = read({"generated_by": made_by, "messages": [Q, answer]})
+    assert found.tokenizer_fingerprint == "abc"
+    assert found.turns[1].answer_ids == (5, 6)
+    assert not found.turns[1].finished
+    joined = read({"generated_by": made_by, "messages": [Q, answer, answer]})
+    assert joined.turns[1].answer_ids is None
+
+
+def test_token_rows_are_taken_as_they_are() -> None:
+    found = read_record({"input_ids": [5, 6, 7, 8, 9], "loss_mask": [0, 1, 1, 0, 1]}, "file#1")
+    assert isinstance(found, TokenRow)
+    assert found.input_ids == (5, 6, 7, 8, 9)
+    assert found.spans == ((1, 2), (4, 4))
+    two = read_record(
+        {
+            "input_ids": [5, 6, 7, 8],
+            "loss_mask": [0, 1, 1, 1],
+            "spans": [[1, 1], [2, 3]],
+            "conversation_id": 4,
+        },
+        "file#1",
+    )
+    assert isinstance(two, TokenRow)
+    assert (two.spans, two.conversation_id) == (((1, 1), (2, 3)), "4")
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ({"loss_mask": [0, 0, 0]}, "supervises nothing"),
+        ({"loss_mask": [1, 1, 1]}, "supervises the first token"),
+        ({"loss_mask": [0, 1]}, "one per token"),
+        ({"loss_mask": [0, 2, 0]}, "one per token"),
+        ({}, "one per token"),
+        ({"loss_mask": [0, 1, 1], "spans": [[1, 1]]}, "disagree"),
+        ({"loss_mask": [0, 1, 1], "spans": [[2, 1]]}, "not pairs"),
+        ({"input_ids": [], "loss_mask": []}, "input_ids is not"),
+        ({"input_ids": [1, "a", 2], "loss_mask": [0, 1, 1]}, "input_ids is not"),
+        ({"input_ids": [1, -2, 2], "loss_mask": [0, 1, 1]}, "input_ids is not"),
+    ],
+)
+def test_token_rows_that_train_on_nothing_or_everything_are_refused(fields: Any, reason: str) -> None:
+    with pytest.raises(Skip, match=reason):
+        read_record({"input_ids": [5, 6, 7], **fields}, "file#1")
+
+
+def test_spans_of() -> None:
+    assert spans_of([]) == []
+    assert spans_of([0, 1, 1, 0, 1]) == [(1, 2), (4, 4)]
