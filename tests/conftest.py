@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -95,6 +95,12 @@ def _tiny_tokenizer():
 def tiny_target_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A random Llama of 8 layers with tied embeddings, on disk."""
     return save_tiny_target(tmp_path_factory.mktemp("target") / "tiny-llama")
+
+
+@pytest.fixture(scope="session")
+def make_tiny_target() -> Callable[..., Path]:
+    """`save_tiny_target(folder, seed=0, num_layers=8, tied=True)`, for tests that need another one."""
+    return save_tiny_target
 
 
 @pytest.fixture(scope="session")

@@ -1,0 +1,73 @@
+"""A shard that is cut, flipped or not a shard is named, never read as if it were whole."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from eagle_train.errors import UserError
+from eagle_train.io import load_tensors, save_tensors
+from eagle_train.shards.files import open_shard
+
+
+@pytest.fixture
+def shard(tmp_path: Path, tiny_shards_dir: Path) -> Path:
+    return Path(shutil.copy(tiny_shards_dir / "shard-00001.safetensors", tmp_path / "shard.safetensors"))
+
+
+def test_mapped_tensors_equal_the_files_contents(shard: Path) -> None:
+    mapped = open_shard(shard).map()
+    read, _ = load_tensors(shard)
+    assert mapped.keys() == read.keys()
+    assert all(torch.equal(mapped[name], read[name]) for name in read)
+
+
+def test_a_whole_shard_passes_its_checksums(shard: Path) -> None:
+    open_shard(shard).verify()
+
+
+def test_a_flipped_bit_is_found_and_its_tensor_named(shard: Path) -> None:
+    dtype, _, first = open_shard(shard).layout["label_lse"]
+    assert dtype == torch.float32
+    content = bytearray(shard.read_bytes())
+    content[first + 5] ^= 0x10
+    shard.write_bytes(content)
+    with pytest.raises(UserError, match=r"shard\.safetensors: tensor label_lse is damaged"):
+        open_shard(shard).verify()
+
+
+@pytest.mark.parametrize("kept", [0, 5, 100, -1000, -1])
+def test_a_cut_shard_is_refused_before_a_tensor_is_read(shard: Path, kept: int) -> None:
+    shard.write_bytes(shard.read_bytes()[:kept])
+    with pytest.raises(
+        UserError, match=r"shard\.safetensors: .*(cut off|damaged).*run the same eagle extract"
+    ):
+        open_shard(shard)
+
+
+def test_bytes_at_the_end_are_refused(shard: Path) -> None:
+    shard.write_bytes(shard.read_bytes() + b"\0")
+    with pytest.raises(UserError, match="cut off or damaged"):
+        open_shard(shard)
+
+
+def test_a_damaged_header_is_refused(shard: Path) -> None:
+    content = bytearray(shard.read_bytes())
+    content[40:60] = b"\xff" * 20
+    shard.write_bytes(content)
+    with pytest.raises(UserError, match="damaged header"):
+        open_shard(shard)
+
+
+def test_another_safetensors_file_is_no_shard(tmp_path: Path) -> None:
+    save_tensors(tmp_path / "other.safetensors", {"x": torch.ones(3)})
+    with pytest.raises(UserError, match="damaged header"):
+        open_shard(tmp_path / "other.safetensors")
+
+
+def test_a_missing_shard_is_named(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"shard-00007\.safetensors: missing; run the same eagle extract"):
+        open_shard(tmp_path / "shard-00007.safetensors")
