@@ -192,6 +192,7 @@ def _work(
         if writing is not None:
             writing.result()
         waited += time.monotonic() - before
+        shown.advance(seen.newly_done(now=True))
     return mine, waited
 
 
@@ -218,9 +219,9 @@ class _Others:
         self._left = {folder / shard_name(n): plan.shards[n].tokens for n in numbers}
         self._looked = time.monotonic()
 
-    def newly_done(self) -> int:
-        """Return the tokens finished by others since the last look; looks every two seconds at most."""
-        if not self._left or time.monotonic() - self._looked < _SECONDS_BETWEEN_LOOKS:
+    def newly_done(self, now: bool = False) -> int:
+        """Return the tokens finished by others since the last look; looks every two seconds, or `now`."""
+        if not self._left or not (now or time.monotonic() - self._looked > _SECONDS_BETWEEN_LOOKS):
             return 0
         self._looked = time.monotonic()
         return sum(self._left.pop(path) for path in list(self._left) if path.exists())

@@ -18,13 +18,18 @@ def labels(target: Target, last: Tensor) -> tuple[Tensor, Tensor]:
     The lm_head runs on pieces of rows, so that no tensor of m x V ever exists. The cut depends on V
     and the kind of device alone.
     """
-    rows = max(16, _MOST_LOGITS.get(last.device.type, 1 << 25) // target.vocab_size)
+    rows = rows_at_once(target, last.device)
     argmax = torch.empty(len(last), dtype=torch.int64, device=last.device)
     lse = torch.empty(len(last), dtype=torch.float32, device=last.device)
     for first in range(0, len(last), rows):
         piece = slice(first, first + rows)
         argmax[piece], lse[piece] = reduce_logits(target.logits(last[piece]))
     return argmax, lse
+
+
+def rows_at_once(target: Target, device: torch.device) -> int:
+    """Return how many positions the lm_head runs on at once."""
+    return max(16, _MOST_LOGITS.get(device.type, 1 << 25) // target.vocab_size)
 
 
 def reduce_logits(logits: Tensor) -> tuple[Tensor, Tensor]:
