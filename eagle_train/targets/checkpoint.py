@@ -6,6 +6,7 @@ import contextlib
 import json
 import sys
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -115,23 +116,35 @@ def _cpu_flags() -> set[str]:
     return {flag for line in lines if line.lower().startswith(("flags", "features")) for flag in line.split()}
 
 
-def output_scale(config: PretrainedConfig) -> tuple[float, float | None]:
-    """Return (factor on the logits, soft cap or None): Cohere multiplies, Granite divides, Gemma caps."""
-    scale = 1.0
-    for name, value in (
-        ("logit_scale", getattr(config, "logit_scale", None)),
-        ("lm_head_multiplier", getattr(config, "lm_head_multiplier", None)),
-    ):
-        if value is not None:
-            scale *= _number(name, value)
-    divisor = getattr(config, "logits_scaling", None)
-    if divisor is not None:
-        scale /= _number("logits_scaling", divisor)
+@dataclass(frozen=True)
+class OutputMap:
+    """What a family does to the lm_head's output, in this order."""
+
+    multiply: float = 1.0  # Cohere, Falcon-H1
+    divide: float = 1.0  # Granite; a division of its own, so that not a bit differs
+    softcap: float | None = None  # Gemma
+
+    def __call__(self, logits: Tensor) -> Tensor:
+        if self.multiply != 1.0:
+            logits = logits * self.multiply
+        if self.divide != 1.0:
+            logits = logits / self.divide
+        return logits if self.softcap is None else torch.tanh(logits / self.softcap) * self.softcap
+
+
+def output_map(config: PretrainedConfig) -> OutputMap:
+    """Read from the config what its family does to the logits."""
+    multiply = 1.0
+    for name in ("logit_scale", "lm_head_multiplier"):
+        multiply *= _number(name, getattr(config, name, None), 1.0)
+    divide = _number("logits_scaling", getattr(config, "logits_scaling", None), 1.0)
     softcap = getattr(config, "final_logit_softcapping", None)
-    return scale, None if softcap is None else float(softcap)
+    return OutputMap(multiply, divide, None if softcap is None else _number("softcap", softcap, 0.0))
 
 
-def _number(name: str, value: Any) -> float:
+def _number(name: str, value: Any, otherwise: float) -> float:
+    if value is None:
+        return otherwise
     if not isinstance(value, int | float):
         raise UserError(f"the target's config: {name} is {value!r}, wanted a number")
     return float(value)

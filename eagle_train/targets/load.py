@@ -116,9 +116,9 @@ class Target:
         return weights_fingerprint(self.model, self.config)
 
     @cached_property
-    def output_scale(self) -> tuple[float, float | None]:
-        """(factor on the logits, soft cap or None) as the family's config names them."""
-        return checkpoint.output_scale(self.config)
+    def output_map(self) -> checkpoint.OutputMap:
+        """What the family does to the lm_head's output."""
+        return checkpoint.output_map(self.config)
 
     @cached_property
     def _cache_argument(self) -> str:
@@ -145,17 +145,10 @@ class Target:
 
     def logits(self, last: Tensor) -> Tensor:
         """Return the model's own logits [..., V] of final states [..., H], in the model's dtype."""
-        scale, softcap = self.output_scale
-        logits = self.lm_head(last.to(self.lm_head.weight.device))
-        if scale != 1.0:
-            logits = logits * scale
-        if softcap is not None:
-            logits = torch.tanh(logits / softcap) * softcap
-        return logits
+        return self.output_map(self.lm_head(last.to(self.lm_head.weight.device)))
 
     def frozen(self) -> FrozenTarget:
         """Return embedding and output map, sharing memory with the model."""
-        scale, softcap = self.output_scale
         embedding = checkpoint.dense(self.embedding)
         weight = checkpoint.dense(self.lm_head.weight)
         bias = getattr(self.lm_head, "bias", None)
@@ -163,8 +156,8 @@ class Target:
             embedding=embedding,
             lm_head=weight.to(embedding.device),
             bias=None if bias is None else bias.detach().to(embedding.device),
-            logit_scale=scale,
-            softcap=softcap,
+            logit_scale=self.output_map.multiply / self.output_map.divide,
+            softcap=self.output_map.softcap,
             config=checkpoint.plain_config(self.config),
             target=self.identity(),
         )
