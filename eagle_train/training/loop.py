@@ -57,8 +57,12 @@ def train(
         if session.state.step == 0 and (untrained := session.evaluate(interrupt)):
             session.state.tau = untrained.tau
             log.write({"epoch": 0, **evaluated(untrained)})
-        if not _loop(session, interrupt, log, bar):
-            raise KeyboardInterrupt
+        done = _loop(session, interrupt, log, bar)
+    if not done:
+        if processes.is_main:
+            step = f"{session.state.step:,}"
+            print(f"{out}: saved at step {step}; the same command again goes on from there", file=sys.stderr)
+        raise KeyboardInterrupt
     return session.summary()
 
 

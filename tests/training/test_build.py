@@ -1,0 +1,136 @@
+"""The head fits the shards or is refused in one line; its vocabulary belongs to it."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import pytest
+import torch
+
+from eagle_train.config import load_recipe
+from eagle_train.errors import UserError
+from eagle_train.heads.disk import load_head
+from eagle_train.heads.draft_vocab import choose_draft_ids
+from eagle_train.shards.reader import open_shards
+from eagle_train.training import build
+from eagle_train.training.loop import train
+
+
+def refused(shards, recipe, out, **options) -> str:
+    with pytest.raises(UserError) as caught:
+        train(shards, recipe, out, show=False, **options)
+    assert "\n" not in str(caught.value)
+    assert not (out / "recipe.yaml").exists()
+    return str(caught.value)
+
+
+def test_shards_of_another_kind_are_refused(tmp_path, tiny, tiny_shards_dir, tiny_shards_eagle1_dir):
+    assert refused(tiny_shards_eagle1_dir, tiny(), tmp_path / "a") == (
+        f"{tiny_shards_eagle1_dir}: features of eagle1; recipe eagle3-tiny trains eagle3. "
+        "Re-run: eagle extract --for eagle3"
+    )
+    recipe = load_recipe("eagle1")
+    assert "recipe eagle1 trains eagle1. Re-run: eagle extract --for eagle1" in refused(
+        tiny_shards_dir, recipe, tmp_path / "b"
+    )
+
+
+def test_other_layers_are_refused(tmp_path, tiny, tiny_shards_dir):
+    recipe = tiny("head.layer_ids=[2, 4, 6]")
+    assert refused(tiny_shards_dir, recipe, tmp_path / "a") == (
+        f"{tiny_shards_dir}: captured layers (2, 4, 5); recipe eagle3-tiny wants (2, 4, 6). "
+        "Re-run: eagle extract --for eagle3 --layers 2,4,6"
+    )
+
+
+def test_a_draft_vocabulary_above_the_targets_is_refused(tmp_path, tiny, tiny_shards_dir):
+    words = refused(tiny_shards_dir, tiny("head.draft_vocab_size=301"), tmp_path / "a")
+    assert "the target has 300 tokens; recipe eagle3-tiny wants head.draft_vocab_size 301" in words
+
+
+def test_holding_everything_out_is_refused(tmp_path, tiny, tiny_shards_dir):
+    words = refused(tiny_shards_dir, tiny("data.held_out=24"), tmp_path / "a")
+    assert "data.held_out 24 leaves none of 24 conversations" in words
+
+
+def test_shards_that_are_missing_are_refused(tmp_path, tiny):
+    assert "no such folder" in refused(tmp_path / "nowhere", tiny(), tmp_path / "a")
+
+
+def test_a_new_head_drafts_the_most_frequent_tokens_from_the_targets_own_rows(tiny, tiny_shards_dir):
+    shards = open_shards(tiny_shards_dir)
+    frozen = shards.frozen_target()
+    head = build.new_head(tiny("head.draft_vocab_size=20"), shards, frozen)
+    assert torch.equal(head.draft_ids, choose_draft_ids(shards.supervised_frequencies, 300, 20))
+    assert torch.equal(head.lm_head.weight, frozen.lm_head[head.draft_ids])
+    assert head.config.feature_layers == tuple(shards.info["layer_ids"])
+    again = build.new_head(tiny("head.draft_vocab_size=20"), shards, frozen)
+    other = build.new_head(tiny("head.draft_vocab_size=20", "run.seed=1"), shards, frozen)
+    assert torch.equal(head.fc.weight, again.fc.weight)
+    assert not torch.equal(head.fc.weight, other.fc.weight)
+
+
+def test_a_new_head_leaves_the_global_random_state_alone(tiny, tiny_shards_dir):
+    shards = open_shards(tiny_shards_dir)
+    torch.manual_seed(5)
+    before = torch.get_rng_state()
+    build.new_head(tiny(), shards, shards.frozen_target())
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.fixture
+def trained(tmp_path, tiny, tiny_shards_dir):
+    """A run whose head has a vocabulary map that these shards would not choose."""
+    run = tmp_path / "trained"
+    shards = open_shards(tiny_shards_dir)
+    train(tiny_shards_dir, tiny("run.steps=1"), run, show=False)
+    folder = (run / "best").resolve()
+    head = load_head(folder)
+    chosen = torch.arange(300 - 128, 300)
+    assert not torch.equal(chosen, head.draft_ids)
+    from eagle_train.heads.disk import build_head, save_head
+
+    other = build_head(head.config, chosen)
+    other.load_state_dict(dict(head.named_parameters()), strict=False)
+    save_head(other, tmp_path / "head")
+    return run, tmp_path / "head", shards
+
+
+@pytest.mark.parametrize("source", ["run", "head"])
+def test_a_warm_start_takes_weights_and_vocabulary_from_its_source(
+    source, tmp_path, tiny, tiny_shards_dir, trained
+):
+    run, folder, shards = trained
+    place = run if source == "run" else folder
+    head = build.warm_head(place, tiny(), shards, shards.frozen_target())
+    stored = load_head(folder if source == "head" else run / "best")
+    assert torch.equal(head.draft_ids, stored.draft_ids)
+    assert torch.equal(head.fc.weight, stored.fc.weight)
+    out = tmp_path / "warm"
+    train(tiny_shards_dir, tiny("optim.lr=1e-30"), out, init_from=str(place), show=False)
+    after = load_head(out / "last")
+    assert torch.equal(after.draft_ids, stored.draft_ids)
+    assert torch.allclose(after.fc.weight, stored.fc.weight)
+
+
+def test_a_resume_takes_the_checkpoints_vocabulary(tmp_path, tiny, tiny_shards_dir, trained):
+    _, folder, _ = trained
+    out = tmp_path / "warm"
+    train(tiny_shards_dir, tiny("run.steps=2"), out, init_from=str(folder), show=False)
+    train(tiny_shards_dir, tiny("run.steps=4"), out, resume=True, show=False)
+    assert torch.equal(load_head(out / "last").draft_ids, load_head(folder).draft_ids)
+    assert json.loads((out / "run.json").read_text())["init_from"] == str(folder)
+
+
+def test_a_head_of_other_sizes_is_no_start(tmp_path, tiny, tiny_shards_dir, trained):
+    _, folder, _ = trained
+    words = refused(tiny_shards_dir, tiny("head.fc_norm=true"), tmp_path / "a", init_from=str(folder))
+    assert f"--init-from {folder}: fc_norm False; recipe eagle3-tiny on these shards wants True" in words
+    config = json.loads((folder / "config.json").read_text())
+    larger = shutil.copytree(folder, tmp_path / "larger")
+    (larger / "config.json").write_text(json.dumps(config | {"vocab_size": 320}))
+    words = refused(tiny_shards_dir, tiny(), tmp_path / "a", init_from=str(larger))
+    assert "wanted t2d with 320 entries, found [300]" in words
+    words = refused(tiny_shards_dir, tiny(), tmp_path / "a", init_from=str(tmp_path / "none"))
+    assert "wanted a head or a run" in words

@@ -1,0 +1,218 @@
+"""The loop's promises: what is trained, what is skipped, what is kept, and when it ends."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import signal
+import time
+
+import pytest
+import torch
+
+from eagle_train.errors import UserError
+from eagle_train.io import load_tensors
+from eagle_train.losses.acceptance import AcceptanceCounts
+from eagle_train.shards.reader import Shards
+from eagle_train.training import loop
+from eagle_train.training.interrupt import Interrupt
+from eagle_train.training.loop import train
+from eagle_train.training.metrics import read_metrics
+from eagle_train.training.processes import Processes, join_processes
+from eagle_train.training.session import Session, open_session
+
+
+def test_training_lowers_the_loss_and_reports_it(tmp_path, tiny, tiny_shards_dir):
+    run = tmp_path / "run"
+    recipe = tiny("run.steps=30", "data.tokens_per_step=2048", "data.micro_tokens=1024", "optim.lr=5e-3")
+    summary = train(tiny_shards_dir, recipe, run, show=False)
+    lines = read_metrics(run)
+    assert [line["step"] for line in lines] == list(range(31))
+    assert lines[-1]["loss"][0] < 0.8 * lines[1]["loss"][0]
+    assert lines[-1]["accuracy"][0] > lines[1]["accuracy"][0]
+    assert {
+        "step",
+        "epoch",
+        "tokens",
+        "loss",
+        "accuracy",
+        "lr",
+        "tokens_per_second",
+        "grad_norm",
+        "data_wait",
+    } <= set(lines[1])
+    assert all(len(line["loss"]) == 3 for line in lines[1:])
+    assert [line["step"] for line in lines if "tau" in line] == [0, *range(4, 31, 4), 30]
+    assert lines[-1]["tokens"] == summary["tokens"]
+    assert lines[-1]["epoch"] > 0
+
+
+def test_weights_and_adam_stay_float32_under_bf16(tmp_path, tiny, tiny_shards_dir, weights):
+    train(tiny_shards_dir, tiny("run.precision=bf16", "run.steps=2"), tmp_path / "run", show=False)
+    stored = weights(tmp_path / "run" / "last")
+    assert {value.dtype for value in stored.values()} == {torch.float32, torch.int64, torch.bool}
+    assert {value.dtype for name, value in stored.items() if "/" in name} == {torch.float32}
+    config = json.loads((tmp_path / "run" / "last" / "config.json").read_text())
+    assert config["dtype"] == "float32"
+
+
+def test_the_frozen_target_is_neither_optimised_nor_changed(tmp_path, tiny, tiny_shards_dir, monkeypatch):
+    seen = []
+
+    def spy(session, *rest):
+        before = session.frozen.embedding.clone(), session.frozen.lm_head.clone()
+        seen.append((session, before))
+        return original(session, *rest)
+
+    original = loop._loop
+    monkeypatch.setattr(loop, "_loop", spy)
+    train(tiny_shards_dir, tiny(), tmp_path / "run", show=False)
+    [(session, (embedding, lm_head))] = seen
+    assert torch.equal(session.frozen.embedding, embedding)
+    assert torch.equal(session.frozen.lm_head, lm_head)
+    optimised = {p.data_ptr() for p in session.optimizers.names}
+    assert optimised == {p.data_ptr() for p in session.head.parameters()}
+    assert not optimised & {session.frozen.embedding.data_ptr(), session.frozen.lm_head.data_ptr()}
+
+
+def poisoned(monkeypatch, row, value):
+    read = Shards.read
+
+    def reading(self, number):
+        found = read(self, number)
+        if number == row:
+            found = dataclasses.replace(found, aux=torch.full_like(found.aux, value))
+        return found
+
+    monkeypatch.setattr(Shards, "read", reading)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_gradient_that_is_not_finite_skips_the_step_and_is_counted(
+    value, tmp_path, tiny, tiny_shards_dir, monkeypatch, weights
+):
+    poisoned(monkeypatch, 5, value)
+    run = tmp_path / "run"
+    recipe = tiny("run.steps=null", "run.epochs=2", "data.held_out=0", "data.tokens_per_step=600")
+    summary = train(tiny_shards_dir, recipe, run, show=False)
+    assert summary["skipped"] == 2, "once an epoch"
+    assert all(bool(torch.isfinite(value).all()) for value in weights(run / "last").values())
+    lines = read_metrics(run)
+    assert sum(line["grad_norm"] is None for line in lines) == 2
+    assert "NaN" not in (run / "metrics.jsonl").read_text()
+
+
+def test_too_many_skipped_steps_stop_the_run(tmp_path, tiny, tiny_shards_dir, monkeypatch):
+    poisoned(monkeypatch, 5, float("nan"))
+    recipe = tiny("run.steps=null", "run.epochs=3", "run.max_skipped=1", "data.held_out=0")
+    with pytest.raises(UserError, match=r"NaN or infinite in 2 steps, run.max_skipped is 1"):
+        train(tiny_shards_dir, recipe, tmp_path / "run", show=False)
+
+
+def scripted(monkeypatch, taus):
+    values = iter(taus)
+
+    def evaluate(self, interrupt):
+        return AcceptanceCounts(100, round(100 * next(values)), (100,))
+
+    monkeypatch.setattr(Session, "evaluate", evaluate)
+
+
+def test_best_is_chosen_by_acceptance_length_and_kept_beside_the_last_two(
+    tmp_path, tiny, tiny_shards_dir, monkeypatch
+):
+    scripted(monkeypatch, [1.0, 1.3, 1.6, 1.2, 1.5, 1.4, 1.1])
+    run = tmp_path / "run"
+    summary = train(
+        tiny_shards_dir, tiny("run.eval_every=2", "run.save_every=2", "run.steps=12"), run, show=False
+    )
+    assert (summary["best_step"], summary["best_tau"], summary["tau"]) == (4, 1.6, 1.1)
+    assert (run / "best").resolve().name == "step-000004"
+    assert (run / "last").resolve().name == "step-000012"
+    kept = sorted(p.name for p in (run / "checkpoints").iterdir())
+    assert kept == ["step-000004", "step-000010", "step-000012"]
+
+
+def test_a_new_best_is_saved_although_no_save_is_due(tmp_path, tiny, tiny_shards_dir, monkeypatch):
+    scripted(monkeypatch, [1.0, 1.3, 1.1, 1.1, 1.1])
+    run = tmp_path / "run"
+    train(tiny_shards_dir, tiny("run.eval_every=2", "run.save_every=100"), run, show=False)
+    assert (run / "best").resolve().name == "step-000002"
+
+
+def test_without_held_out_conversations_best_is_the_last(tmp_path, tiny, tiny_shards_dir):
+    run = tmp_path / "run"
+    summary = train(tiny_shards_dir, tiny("data.held_out=0"), run, show=False)
+    assert summary["best_tau"] is None
+    assert (run / "best").resolve() == (run / "last").resolve()
+
+
+def test_minutes_end_the_run_with_the_learning_rate_down(tmp_path, tiny, tiny_shards_dir):
+    run = tmp_path / "run"
+    recipe = tiny("run.steps=null", "run.minutes=0.02", "schedule.shape=linear", "data.held_out=0")
+    started = time.monotonic()
+    summary = train(tiny_shards_dir, recipe, run, show=False)
+    assert summary["seconds"] >= 1.2
+    assert time.monotonic() - started < 60
+    lines = [line for line in read_metrics(run) if line["step"] > 0]
+    assert lines[-1]["lr"] < lines[len(lines) // 2]["lr"] < 1e-3
+    again = train(tiny_shards_dir, recipe, run, show=False)
+    assert again["steps"] == summary["steps"], "a run whose minutes are used up is finished"
+
+
+def test_a_budget_of_tokens_ends_with_the_step_that_reaches_it(tmp_path, tiny, tiny_shards_dir):
+    recipe = tiny("run.steps=null", "run.tokens=1000", "data.held_out=0")
+    summary = train(tiny_shards_dir, recipe, tmp_path / "run", show=False)
+    lines = read_metrics(tmp_path / "run")
+    assert lines[-2]["tokens"] < 1000 <= summary["tokens"]
+
+
+def test_processes_that_accelerate_does_not_see_are_refused(monkeypatch):
+    assert isinstance(join_processes(), Processes)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(UserError, match="2 were launched, accelerate sees 1"):
+        join_processes()
+
+
+def test_the_first_signal_asks_and_a_late_second_one_insists(monkeypatch):
+    before = signal.getsignal(signal.SIGINT)
+    with Interrupt() as interrupt:
+        assert not interrupt.asked
+        os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), signal.SIGINT)  # the launcher's copy of the same Ctrl-C
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert interrupt.asked
+        monkeypatch.setattr(interrupt, "_asked_at", time.monotonic() - 2)
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_an_interrupted_evaluation_is_no_evaluation(tmp_path, tiny, tiny_shards_dir):
+    session = open_session(join_processes(), tiny_shards_dir, tiny(), tmp_path / "run")
+    interrupt = Interrupt()
+    assert session.evaluate(interrupt).rounds > 0
+    interrupt.asked = True
+    assert session.evaluate(interrupt) is None
+
+
+def test_a_full_disk_is_one_line_and_the_last_checkpoint_stays(tmp_path, tiny, tiny_shards_dir, monkeypatch):
+    run = tmp_path / "run"
+    train(tiny_shards_dir, tiny(), run, show=False)
+    before = load_tensors(run / "last" / "model.safetensors")[0]
+
+    replace = os.replace
+
+    def full(source, to):
+        if os.path.basename(to).startswith("step-"):
+            raise OSError(28, "No space left on device")
+        replace(source, to)
+
+    monkeypatch.setattr("eagle_train.training.checkpoints.os.replace", full)
+    with pytest.raises(UserError, match=r"step-000012.*No space left.*free some room"):
+        train(tiny_shards_dir, tiny("run.steps=12"), run, resume=True, show=False)
+    monkeypatch.undo()
+    after = load_tensors(run / "last" / "model.safetensors")[0]
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    assert train(tiny_shards_dir, tiny("run.steps=12"), run, resume=True, show=False)["steps"] == 12

@@ -1,0 +1,109 @@
+"""``eagle train`` as typed: exit codes, one line of what to do, and the next command."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from eagle_train.training.metrics import read_metrics
+
+
+def eagle(*words: str, **environment: str) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        [sys.executable, "-m", "eagle_cli.main", *map(str, words)],
+        env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+
+
+def main_here(capsys, *words: str) -> tuple[int, str, str]:
+    """Run the command in this process; return exit code, stdout and stderr."""
+    from eagle_cli.main import main
+
+    with pytest.raises(SystemExit) as caught:
+        main([str(word) for word in words])
+    out, err = capsys.readouterr()
+    return int(caught.value.code or 0), out, err
+
+
+def test_a_misspelt_recipe_key_is_exit_2_with_the_nearest_name_and_starts_nothing(tmp_path, tiny_shards_dir):
+    done = eagle(
+        "train", tiny_shards_dir, "--recipe", "eagle3", "--set", "optim.lrr=1", "--out", tmp_path / "run"
+    )
+    assert done.returncode == 2
+    assert done.stderr == "error: --set: unknown key 'optim.lrr'; did you mean 'lr'?\n"
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--recipe", "eagel3"], "did you mean 'eagle3'?"),
+        (["--recipe", "eagle3-tiny", "--wandb", "onlin"], "did you mean 'online'?"),
+        (["--recipe", "eagle1"], "features of eagle3; recipe eagle1 trains eagle1"),
+        (["--recipe", "eagle3-tiny", "--resume"], "holds no run"),
+        (["--recipe", "eagle3-tiny", "--processes", "0"], "wanted 1 or more"),
+    ],
+)
+def test_what_the_user_must_change_is_one_line_and_exit_2(words, message, tmp_path, tiny_shards_dir, capsys):
+    code, _, err = main_here(capsys, "train", tiny_shards_dir, *words, "--out", tmp_path / "run")
+    assert code == 2
+    assert err.count("\n") == 1
+    assert err.startswith("error: ")
+    assert message in err
+
+
+def test_it_ends_with_what_it_made_and_the_next_command(tmp_path, tiny_shards_dir, tiny_target_dir, capsys):
+    words = ["train", tiny_shards_dir, "--recipe", "eagle3-tiny", "--out", tmp_path / "run"]
+    code, out, err = main_here(capsys, *words)
+    assert code == 0
+    made, following = out.splitlines()
+    assert made.startswith(f"{tmp_path / 'run'}: 8 steps")
+    assert "chain of 3, predicted on 2 held-out conversations" in made
+    assert following == f"next: eagle eval {tmp_path / 'run'} --target {tiny_target_dir}"
+    assert "22 rows to train on, 2 held out" in err
+    code, out, err = main_here(capsys, *words, "--json")
+    summary = json.loads(out)
+    assert (code, summary["steps"]) == (0, 8)
+    assert "going on from step 8, where it is finished" in err
+
+
+def test_an_interrupt_saves_says_how_to_go_on_and_is_exit_130(
+    tmp_path, tiny_shards_dir, capsys, interrupt_after
+):
+    words = ["train", tiny_shards_dir, "--recipe", "eagle3-tiny", "--out", tmp_path / "run"]
+    interrupt_after(3)
+    code, _, err = main_here(capsys, *words)
+    assert code == 130
+    assert f"{tmp_path / 'run'}: saved at step 3; the same command again goes on" in err
+    assert (tmp_path / "run" / "last").resolve().name == "step-000003"
+    interrupt_after(-1)
+    code, _, err = main_here(capsys, *words)
+    assert code == 0
+    assert "going on from step 3" in err
+
+
+@pytest.mark.slow
+def test_wandb_offline_needs_no_key(tmp_path, tiny_shards_dir):
+    pytest.importorskip("wandb")
+    words = [
+        "train",
+        tiny_shards_dir,
+        "--recipe",
+        "eagle3-tiny",
+        "--out",
+        tmp_path / "run",
+        "--wandb",
+        "online",
+    ]
+    done = eagle(*words, HOME=str(tmp_path), WANDB_API_KEY="")
+    assert done.returncode == 0, done.stderr
+    assert "no key found, logging offline" in done.stderr
+    assert list((tmp_path / "run" / "wandb").glob("offline-run-*"))
+    assert len(read_metrics(tmp_path / "run")) == 9
