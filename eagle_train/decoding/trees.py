@@ -166,31 +166,32 @@ def grow_dynamic(
 ) -> tuple[Tensor, tuple[int, ...], Tensor]:
     """Grow EAGLE-2's tree: the nodes of highest cumulative log-probability under the head.
 
-    At each of `depth` levels the `top_k` best nodes get `top_k` children each; of all nodes found the
-    `total_tokens - 1` best are kept, in order of discovery. `logits` [D] are those of the last verified row.
-    A `top_k` above the draft vocabulary is clamped to it. Returns draft ids of nodes 1.. (int64 [n-1]), all
-    parents, and the kept nodes' scores [n-1]. Source: EAGLE-2, section 4.
+    At each of `depth` levels the `top_k` best nodes get `top_k` children each (at most D); of all nodes found
+    the `total_tokens - 1` best are kept, in order of discovery. `logits` [D] are those of the last verified
+    row. Returns draft ids of nodes 1.. (int64 [n-1]), all parents, and the kept nodes' scores [n-1].
+    Source: EAGLE-2, section 4.
 
     A child never scores above its parent and is found after it, so a stable sort keeps parents first even in
     ties; and once no frontier node beats the worst kept node, nothing below can enter, so growing stops.
     """
     keep = total_tokens - 1
-    beams = min(top_k, logits.shape[-1])
-    beam_scores, beam_ids = logits.float().log_softmax(-1).topk(beams)  # (k,)
+    width = min(top_k, logits.shape[-1])  # children of a node
+    beam_scores, beam_ids = logits.float().log_softmax(-1).topk(width)  # (k,)
     scores, ids = beam_scores, beam_ids
     parents = torch.full_like(ids, -1)  # index into scores/ids; -1 the root
-    beam_nodes, beam_slots = torch.arange(beams, device=ids.device), torch.zeros_like(ids)
-    for level in range(1, depth):
+    beam_nodes, beam_slots = torch.arange(width, device=ids.device), torch.zeros_like(ids)
+    next_slot = 1
+    for _ in range(1, depth):
         if len(scores) >= keep and beam_scores[0] <= scores.topk(keep).values[-1]:
             break
         rows = expand(beam_ids, beam_slots)  # (k, D)
-        child_scores, child_ids = rows.float().log_softmax(-1).topk(beams)  # (k, k)
-        child_scores = (beam_scores[:, None] + child_scores).flatten()
-        found, best = len(scores), child_scores.sort(descending=True, stable=True).indices[:beams]
-        parents = torch.cat([parents, beam_nodes.repeat_interleave(beams)])
-        scores, ids = torch.cat([scores, child_scores]), torch.cat([ids, child_ids.flatten()])
-        beam_nodes, beam_scores, beam_ids = found + best, child_scores[best], child_ids.flatten()[best]
-        beam_slots = 1 + (level - 1) * beams + best // beams
+        child_scores, child_ids = rows.float().log_softmax(-1).topk(width)  # (k, width)
+        child_scores, child_ids = (beam_scores[:, None] + child_scores).flatten(), child_ids.flatten()
+        found, best = len(scores), child_scores.sort(descending=True, stable=True).indices[:top_k]
+        parents = torch.cat([parents, beam_nodes.repeat_interleave(width)])
+        scores, ids = torch.cat([scores, child_scores]), torch.cat([ids, child_ids])
+        beam_slots, next_slot = next_slot + best // width, next_slot + len(rows)
+        beam_nodes, beam_scores, beam_ids = found + best, child_scores[best], child_ids[best]
     kept = scores.sort(descending=True, stable=True).indices[:keep].sort().values
     number = {-1: 0} | {node: i for i, node in enumerate(kept.tolist(), start=1)}
     return ids[kept], (-1, *(number[parent] for parent in parents[kept].tolist())), scores[kept]
