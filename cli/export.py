@@ -21,8 +21,10 @@ EXAMPLES = """
 
 
 def run(
-    source: Path = typer.Argument(
-        ..., metavar="RUN_OR_HEAD", help="A run of eagle train (its best), a checkpoint or a head directory."
+    source: str = typer.Argument(
+        ...,
+        metavar="RUN_OR_HEAD",
+        help="A run of eagle train (its best), one of its checkpoints, a head directory or a hub id.",
     ),
     engine: str = typer.Option(
         ..., "--engine", help="vllm or sglang; an EAGLE-3 export is the same for both."
@@ -31,8 +33,8 @@ def run(
     dtype: str = typer.Option(
         "auto",
         "--dtype",
-        help="bf16, fp16, fp32, keep (as trained), or auto: that of the target's checkpoint, which eval and "
-        "engines cast the head to; keep where the target's config.json is not at hand.",
+        help="bf16, fp16, fp32, keep (as trained), or auto: that of the target's checkpoint, to which eval "
+        "and engines cast the head; where that is not at hand, the one it had in training, else keep.",
     ),
     target: str | None = typer.Option(
         None, "--target", help="The target's hub id or directory, where not the one it was trained on."

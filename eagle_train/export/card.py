@@ -83,13 +83,14 @@ def _facts(record: dict[str, Any], config: HeadConfig) -> list[str]:
     if record["recipe"]:
         facts.append(f"recipe: {record['recipe']}")
     if record["acceptance"]:
-        words = ", ".join(f"{key} {_figure(value)}" for key, value in record["acceptance"].items())
-        facts.append(f"predicted on held-out conversations at training: {words}")
+        facts.append(_acceptance(record["acceptance"]))
     facts.append(f"made by eagle {record['tool_version']}")
     return [f"- {fact}" for fact in facts]
 
 
-def _figure(value: Any) -> str:
-    if isinstance(value, list):
-        return "[" + ", ".join(_figure(one) for one in value) + "]"
-    return f"{value:.3f}" if isinstance(value, float) else str(value)
+def _acceptance(figures: dict[str, Any]) -> str:
+    by_position = ", ".join(f"{share:.2f}" for share in figures["accepted_by_position"] or [])
+    return (
+        f"acceptance length {figures['tau']:.2f} (guesses accepted by position: {by_position}), predicted "
+        f"for a greedy {figures['draft']} on held-out conversations, {figures['rounds']:,} rounds"
+    )

@@ -15,7 +15,7 @@ import torch
 from eagle_train.errors import UserError, nearest
 from eagle_train.export.card import model_card, serve_command
 from eagle_train.export.layout import ENGINES, as_served, check_engine, engine_config, refusals
-from eagle_train.export.source import Source, find_source, target_facts
+from eagle_train.export.source import Source, TargetFacts, find_source
 from eagle_train.export.verify import verify
 from eagle_train.heads.config import HeadConfig
 from eagle_train.heads.disk import CONFIG, WEIGHTS, Head, head_tensors, load_head
@@ -41,29 +41,27 @@ def export(
     """Write the head of a run (its best) or of a head directory to `out` for `engine`; return what was made.
 
     `dtype` is bf16, fp16, fp32, keep (as trained), or auto: that of the target's own checkpoint, since
-    evaluation and engines both cast the head to what the target runs in; keep where the target's
-    config.json is not at hand. `target` overrides the target's name recorded in the head.
+    evaluation and engines both cast the head to what the target runs in; where the target's config.json
+    is not at hand, that in which the run saw the target; else keep. `target` overrides the target's name
+    that the head records.
 
     Nothing appears at `out` before the files are read back and found right. Raises UserError where the
     engine would not compute what the head does, where `out` holds something else, or where what was
     written is not the head.
     """
     check_engine(engine)
-    found, final = find_source(source), Path(os.path.abspath(out))
+    final = Path(os.path.abspath(out))
+    found = find_source(source)
     _check_free(final, found, overwrite)
     head = load_head(found.folder)
-    config = head.config
-    name = target or config.target
-    target_dtype, depth = target_facts(name)
-    if config.kind == "eagle3" and not config.feature_layers and depth is not None:
-        config = replace(config, feature_layers=config.layers_for(depth))
-        head.config = config
-    if reasons := refusals(head, engine, depth):
+    facts = found.target(target or head.config.target)
+    head.config = _completed(head.config, facts)
+    if reasons := refusals(head, engine, facts.num_layers):
         raise UserError(f"{found.folder}: cannot be exported for {engine}: {'; '.join(reasons)}")
     served = as_served(head, engine)
-    stored = _choose_dtype(dtype, target_dtype, served)
-    config = replace(served.config, dtype=_long(stored), target=name)
-    record = _provenance(found, config, engine, head, target_dtype, depth)
+    stored = _choose_dtype(dtype, facts.dtype, served)
+    config = replace(served.config, dtype=_long(stored))
+    record = _provenance(found, config, engine, head, facts)
     with _replacing_folder(final) as folder:
         save_tensors(folder / WEIGHTS, head_tensors(served, stored), {"format": "pt"})
         write_json(folder / CONFIG, engine_config(config, engine))
@@ -92,17 +90,26 @@ def _choose_dtype(dtype: str, target_dtype: str | None, head: Head) -> torch.dty
     return known[dtype]
 
 
+def _completed(config: HeadConfig, facts: TargetFacts) -> HeadConfig:
+    """Return the config with what the target says: its name, the default layers, how long texts may be.
+
+    A head started from another's weights may know a shorter limit, which engines would enforce. Under
+    longrope the limit decides the frequencies, so there it stays.
+    """
+    changes: dict[str, Any] = {"target": facts.name}
+    if config.kind == "eagle3" and not config.feature_layers and facts.num_layers is not None:
+        changes["feature_layers"] = config.layers_for(facts.num_layers)
+    if config.rope_parameters["rope_type"] != "longrope":
+        changes["max_position_embeddings"] = max(config.max_position_embeddings, facts.max_positions or 0)
+    return replace(config, **changes)
+
+
 def _provenance(
-    source: Source,
-    config: HeadConfig,
-    engine: str,
-    head: Head,
-    target_dtype: str | None,
-    depth: int | None,
+    source: Source, config: HeadConfig, engine: str, head: Head, target: TargetFacts
 ) -> dict[str, Any]:
     """Return provenance.json: names instead of paths, and no time, so equal heads give equal bytes."""
     others = [other for other in ENGINES if other != engine] if config.kind == "eagle3" else []
-    refused = {other: "; ".join(why) for other in others if (why := refusals(head, other, depth))}
+    refused = {other: "; ".join(why) for other in others if (why := refusals(head, other, target.num_layers))}
     return {
         "format_version": 1,
         "made_by": _MADE_BY,
@@ -111,13 +118,18 @@ def _provenance(
         "refused": refused,
         "kind": config.kind,
         "dtype": config.dtype,
-        "target": {"name": config.target, "dtype": target_dtype, "num_hidden_layers": depth},
+        "target": {
+            "name": target.name,
+            "revision": target.revision,
+            "fingerprint": target.fingerprint,
+            "dtype": target.dtype,
+        },
         "source": {
             "run": source.run.name if source.run else None,
-            "checkpoint": source.checkpoint,
+            "head": source.name,
             "weights_sha256": sha256_file(source.folder / WEIGHTS),
         },
-        "recipe": source.recipe(),
+        "recipe": source.recipe_name,
         "acceptance": source.acceptance(),
     }
 

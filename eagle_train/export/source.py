@@ -1,102 +1,132 @@
-"""Where a head to be exported comes from, and what was recorded about it on the way."""
+"""Where a head to be exported comes from, and what was recorded about it on the way.
+
+Only the head itself is required. The rest is taken where it lies: a run's recipe and figures beside its
+checkpoints, the target's config.json in its directory or in the local hub cache. Nothing is fetched.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from eagle_train.config import Recipe, load_recipe
 from eagle_train.errors import UserError
-from eagle_train.heads.disk import CONFIG, WEIGHTS
-from eagle_train.io import os_error
+from eagle_train.evaluation.heads import find_head
+from eagle_train.shards import frozen_target
+from eagle_train.targets.load import DTYPES
+from eagle_train.training.checkpoints import FOLDER
+from eagle_train.training.metrics import read_metrics
+from eagle_train.training.run_folder import RECIPE, RECORD
+
+_LONG_NAMES = {short: str(dtype).removeprefix("torch.") for short, dtype in DTYPES.items()}
 
 
 @dataclass(frozen=True)
 class Source:
-    """A head directory, and the run it belongs to where there is one."""
+    """A head directory and the records of the run that it belongs to, empty where there is none."""
 
     folder: Path  # holds config.json and model.safetensors
     run: Path | None = None
+    record: dict[str, Any] = field(default_factory=dict)  # run.json
+    recipe: Recipe | None = None
 
     @property
-    def checkpoint(self) -> str:
+    def name(self) -> str:
         """The head directory's own name, such as ``step-000500``."""
         return self.folder.name
 
-    def recipe(self) -> str | None:
-        return None
+    @property
+    def recipe_name(self) -> str | None:
+        """The recipe that the run was started with."""
+        return self.record.get("recipe")
 
     def acceptance(self) -> dict[str, Any] | None:
-        return None
+        """Return the figures predicted on held-out rows at this checkpoint; None where not recorded."""
+        if self.run is None or not self.name.startswith("step-"):
+            return None
+        step = int(self.name.removeprefix("step-"))
+        lines = [line for line in read_metrics(self.run) if line["step"] == step and "tau" in line]
+        if not lines:
+            return None
+        figures = {key: lines[-1].get(key) for key in ("tau", "accepted_by_position", "rounds")}
+        gamma = self.recipe.run.eval_gamma if self.recipe else None
+        return {"draft": f"chain of {gamma}" if gamma else "chain", "temperature": 0.0, **figures}
+
+    def _shards(self) -> dict[str, Any]:
+        """Return the target.json of the shards that the run read, {} where they are gone."""
+        folder = self.record.get("shards_folder")
+        return _read(Path(str(folder)) / frozen_target.RECORD) if folder else {}
+
+    def target(self, name: str) -> TargetFacts:
+        """Return what is known of the target `name`: from its config.json, else from the run's records."""
+        config, recorded = _target_config(name), self.record.get("target")
+        if not config or not isinstance(recorded, dict):
+            shards = self._shards()
+            recorded = recorded if isinstance(recorded, dict) else shards.get("target") or {}
+            config = config or {**(shards.get("config") or {}), "dtype": None}
+        text = config.get("text_config") or config
+        dtypes = [where.get(key) for where in (text, config) for key in ("dtype", "torch_dtype")]
+        dtypes.append(_LONG_NAMES.get(recorded.get("dtype", "")))
+        return TargetFacts(
+            name=name,
+            dtype=next((str(dtype) for dtype in dtypes if dtype), None),
+            num_layers=text.get("num_hidden_layers"),
+            max_positions=text.get("max_position_embeddings"),
+            revision=recorded.get("revision") if recorded.get("name") == name else None,
+            fingerprint=recorded.get("fingerprint") if recorded.get("name") == name else None,
+        )
+
+
+@dataclass(frozen=True)
+class TargetFacts:
+    """The target that a head is for; None is what could not be seen."""
+
+    name: str
+    dtype: str | None = None  # torch's name, such as bfloat16
+    num_layers: int | None = None
+    max_positions: int | None = None
+    revision: str | None = None
+    fingerprint: str | None = None
 
 
 def find_source(path: str | Path) -> Source:
-    """Return the head behind `path`: a run (its ``best``), one of a run's checkpoints, or a head directory.
+    """Return the head behind `path`: a run (its best), one of its checkpoints, a head directory or a hub id.
 
-    Raises UserError saying what was found there instead.
+    Raises UserError saying what is there instead.
     """
-    given = Path(path)
-    if not given.is_dir():
-        raise UserError(f"{given}: no such folder; wanted a run of eagle train or a head directory")
-    given = given.resolve()
-    if (given / CONFIG).is_file() and (given / WEIGHTS).is_file():
-        inside = given.parent.name == "checkpoints"
-        return Source(given, given.parent.parent if inside else None)
-    best = _best(given)
-    if best is not None:
-        return Source(best, given)
-    if (given / "checkpoints").is_dir():
-        raise UserError(
-            f"{given}: this run has no best checkpoint yet; wait for its first evaluation, "
-            f"or export one of {given / 'checkpoints'}"
-        )
-    raise UserError(
-        f"{given}: holds neither a run (best) nor a head ({CONFIG} and {WEIGHTS}); "
-        "wanted what eagle train wrote"
-    )
-
-
-def _best(run: Path) -> Path | None:
-    """Return the checkpoint that ``best`` names: a link, a folder, or a file with its name in it."""
-    best = run / "best"
-    if best.is_file():
-        try:
-            best = run / "checkpoints" / Path(best.read_text(encoding="utf-8").strip()).name
-        except (OSError, UnicodeDecodeError) as error:
-            raise UserError(f"{best}: cannot be read ({error}); give a checkpoint instead") from error
-    return best.resolve() if (best / CONFIG).is_file() else None
-
-
-def target_facts(target: str) -> tuple[str | None, int | None]:
-    """Return (dtype such as ``bfloat16``, number of layers) from the target's config.json; None where unseen.
-
-    Only a directory, or a file in the local hub cache, is looked at: nothing is fetched.
-    """
-    value = _target_config(target)
-    text = value.get("text_config") or value
-    dtype = text.get("dtype") or text.get("torch_dtype") or value.get("dtype") or value.get("torch_dtype")
-    return (str(dtype) if dtype else None), text.get("num_hidden_layers")
+    folder = find_head(path).resolve()
+    if folder.parent.name != FOLDER:
+        return Source(folder)
+    run, recipe = folder.parent.parent, None
+    with contextlib.suppress(UserError):  # a run of another version: its recipe is not needed
+        recipe = load_recipe(run / RECIPE)
+    return Source(folder, run, _read(run / RECORD), recipe)
 
 
 def _target_config(target: str) -> dict[str, Any]:
+    """Return the target's config.json, {} where it is not at hand."""
     if not target:
         return {}
-    path: Any = Path(target) / "config.json"
-    if not path.is_file():
+    file: Any = Path(target) / "config.json"
+    if not file.is_file():
         from huggingface_hub import try_to_load_from_cache
         from huggingface_hub.errors import HFValidationError
 
         try:
-            path = try_to_load_from_cache(target, "config.json")
-        except HFValidationError:  # a path that is gone
+            file = try_to_load_from_cache(target, "config.json")
+        except HFValidationError:  # the path of a folder that is gone
             return {}
-        if not isinstance(path, str):
+        if not isinstance(file, str):
             return {}
-    try:
-        value = json.loads(Path(path).read_text(encoding="utf-8"))
-    except OSError as error:
-        raise os_error(path, error) from error
-    except ValueError:
-        return {}
-    return value if isinstance(value, dict) else {}
+    return _read(Path(file))
+
+
+def _read(file: Path) -> dict[str, Any]:
+    """Return a JSON object that is of use but not required: {} where it cannot be read."""
+    with contextlib.suppress(OSError, ValueError):
+        value = json.loads(file.read_text(encoding="utf-8"))
+        return value if isinstance(value, dict) else {}
+    return {}

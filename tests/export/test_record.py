@@ -109,10 +109,10 @@ def test_provenance_names_what_the_export_was_made_from(head_dir, tmp_path):
         "refused": {},
         "kind": "eagle3",
         "dtype": "bfloat16",
-        "target": {"name": target, "dtype": "bfloat16", "num_hidden_layers": 8},
+        "target": {"name": target, "revision": None, "fingerprint": None, "dtype": "bfloat16"},
         "source": {
             "run": None,
-            "checkpoint": "head",
+            "head": "head",
             "weights_sha256": sha256_file(source / "model.safetensors"),
         },
         "recipe": None,

@@ -274,9 +274,9 @@ def test_unknown_engine_and_dtype_name_the_nearest(head_dir, tmp_path):
 
 
 def test_a_source_that_is_none_is_named(tmp_path):
-    with pytest.raises(UserError, match="no such folder; wanted a run of eagle train"):
+    with pytest.raises(UserError, match="no such folder; wanted a run, a head directory"):
         export(tmp_path / "missing", tmp_path / "out", engine="vllm")
-    with pytest.raises(UserError, match="holds neither a run"):
+    with pytest.raises(UserError, match=r"holds neither config\.json and model\.safetensors nor a run"):
         export(tmp_path, tmp_path / "out", engine="vllm")
 
 
