@@ -56,7 +56,7 @@ def answer_live(
         Settings(max_new_tokens=max_new_tokens, sampling=sampling, seed=seed),
         on_tokens=writer.write,
     )
-    console.print()
+    writer.finish()
     counts, seconds = made.counts, max(made.decode_seconds, 1e-9)
     end = "ended by itself" if made.ended else "cut by --max-new-tokens"
     console.print(
@@ -69,7 +69,11 @@ def answer_live(
 
 
 class _Writer:
-    """Writes tokens as text. A character may need several tokens: text is held back until it is whole."""
+    """Writes tokens as text. A character may need several tokens: text is held back until it is whole.
+
+    Tokens are decoded together with those before them on the same line, since a token's text can depend on
+    its neighbours.
+    """
 
     def __init__(self, tokenizer: Any, console: Any) -> None:
         self._tokenizer, self._console = tokenizer, console
@@ -81,11 +85,19 @@ class _Writer:
         for i, token in enumerate(tokens):
             self._ids.append(token)
             text = self._tokenizer.decode(self._ids, skip_special_tokens=True)
-            if text.endswith("\ufffd"):
-                continue
-            from rich.text import Text
-
-            new = Text(text[len(self._shown) :], style=_ACCEPTED if i < accepted else "")
-            self._console.print(new, end="")
-            self._shown = text
+            if not text.endswith("\ufffd"):
+                self._show(text, _ACCEPTED if i < accepted else "")
         self._console.file.flush()
+
+    def finish(self) -> None:
+        """Show what was held back and end the line."""
+        self._show(self._tokenizer.decode(self._ids, skip_special_tokens=True), "")
+        self._console.print()
+
+    def _show(self, text: str, style: str) -> None:
+        from rich.text import Text
+
+        self._console.print(Text(text[len(self._shown) :], style=style), end="")
+        self._shown = text
+        if text.endswith("\n"):
+            self._ids, self._shown = [], ""

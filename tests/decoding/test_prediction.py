@@ -86,7 +86,7 @@ def test_predicted_acceptance_equals_the_loops(tiny_target_dir: Path, kind: str,
     head = build_head(config, torch.randperm(300)[:200].sort().values if kind == "eagle3" else None)
     layers = config.layers_for(target.num_layers)
     batch = pack([text_row(target, layers, *text) for text in some], kind)
-    overfit(head, target, batch, 60)
+    overfit(head, target, batch, 25)
     taus = []
     for gamma in range(1, 6):
         predicted = greedy_chain(chain_hits(head, target.frozen(), batch, gamma), batch)

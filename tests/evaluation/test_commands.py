@@ -1,0 +1,126 @@
+"""``eagle eval`` and ``eagle generate`` as they are typed."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from eagle_cli.main import main
+
+from eagle_train.evaluation import evaluate as module
+from eagle_train.heads.config import HeadConfig
+from eagle_train.heads.disk import build_head, save_head
+from eagle_train.targets.load import load_target
+
+
+@pytest.fixture(scope="module")
+def head_dir(tiny_target_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
+    target = load_target(str(tiny_target_dir), dtype="fp32", device="cpu")
+    torch.manual_seed(0)
+    folder = tmp_path_factory.mktemp("heads") / "head"
+    save_head(build_head(HeadConfig.for_target(target.config.to_dict(), "eagle3")), folder)
+    return str(folder)
+
+
+def eagle(*arguments: object) -> int:
+    with pytest.raises(SystemExit) as left:
+        main([str(argument) for argument in arguments])
+    return int(left.value.code or 0)
+
+
+def test_eval_prints_figures_and_the_next_command(head_dir, tiny_target_dir, capsys):
+    code = eagle(
+        *("eval", head_dir, "--target", tiny_target_dir, "--num-questions", 2, "--max-turns", 1),
+        *("--max-new-tokens", 6, "--draft", "chain", "--draft", "dynamic", "--tree-tokens", 9, "--depth", 2),
+    )
+    out = capsys.readouterr().out
+    assert code == 0
+    assert "chain of 3" in out
+    assert "dynamic tree of 9 nodes (top-k 10, depth 2)" in out
+    assert out.count("equal to plain decoding on every prompt") == 2
+    assert out.splitlines()[-1] == f"next: eagle export {head_dir} --engine vllm --out served/"
+
+
+def test_json_is_the_only_thing_on_standard_output(head_dir, tiny_target_dir, tmp_path, capsys):
+    questions = tmp_path / "q.jsonl"
+    questions.write_text('{"question_id": 1, "category": "c", "turns": ["Why?"]}\n')
+    code = eagle(
+        *("eval", head_dir, "--target", tiny_target_dir, "--questions", questions, "--max-new-tokens", 4),
+        *("--draft", "chain", "--gamma", 2, "--temperature", 0.7, "--top-p", 0.9, "--json"),
+    )
+    report = json.loads(capsys.readouterr().out)
+    assert code == 0
+    assert report["tree"] == {"draft": "chain", "nodes": 3, "depth": 2}
+    assert report["temperature"] == 0.7
+
+
+def test_a_difference_in_fp32_is_exit_1_with_a_clear_line(head_dir, tiny_target_dir, capsys, monkeypatch):
+    def wrong(*given, **more):
+        made = real(*given, **more)
+        made.ids[1] += 1
+        return made
+
+    real = module.generate
+    monkeypatch.setattr(module, "generate", wrong)
+    arguments = ("eval", head_dir, "--target", tiny_target_dir, "--num-questions", 1, "--max-new-tokens", 4)
+    assert eagle(*arguments) == 1
+    captured = capsys.readouterr()
+    assert "token 1, where the two best logits are" in captured.out
+    assert "error: greedy answers differ from plain decoding in fp32" in captured.err
+    assert eagle(*arguments, "--dtype", "bf16") == 0  # there a near-tie may flip: told, not an error
+
+
+def test_predicting_needs_no_target_for_shards(head_dir, tiny_shards_dir, capsys):
+    assert eagle("eval", head_dir, "--predict", tiny_shards_dir, "--gamma", 2) == 0
+    out = capsys.readouterr().out
+    assert "predicted without decoding" in out
+    assert out.splitlines()[-1].startswith(f"next: eagle eval {head_dir} --target ")
+    assert eagle("eval", head_dir, "--predict", tiny_shards_dir, "--json") == 0
+    assert json.loads(capsys.readouterr().out)["predicted"] is True
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ((), "no --target"),
+        (
+            ("--target", "T", "--draft", "chian"),
+            "--draft chian: wanted one of chain, static, dynamic; did you mean 'chain'?",
+        ),
+        (("--target", "T", "--gamma", "0", "--draft", "chain"), "chain: got 0 guesses"),
+        (("--target", "T", "--temperature", "-1"), "temperature: got -1"),
+        (("--target", "T", "--questions", "nothing.jsonl"), "nothing.jsonl: No such file"),
+    ],
+)
+def test_what_the_user_must_change_is_one_line_and_exit_2(
+    head_dir, tiny_target_dir, capsys, arguments, words
+):
+    arguments = tuple(str(tiny_target_dir) if argument == "T" else argument for argument in arguments)
+    assert eagle("eval", head_dir, *arguments) == 2
+    error = capsys.readouterr().err.strip().splitlines()[-1]
+    assert error.startswith("error: ")
+    assert words in error
+
+
+def test_generate_writes_the_answer_and_its_counts(head_dir, tiny_target_dir, capsys, monkeypatch):
+    target = load_target(str(tiny_target_dir), dtype="fp32", device="cpu")
+    from eagle_train.decoding.loop import Settings, plain
+    from eagle_train.evaluation.questions import Question, conversations
+
+    ((_, conversation),) = conversations(target.tokenizer, [Question("", "", ("Tell me a story",))])
+    wanted = plain(target, conversation.ask(0), Settings(max_new_tokens=24)).ids
+    text = target.tokenizer.decode(wanted, skip_special_tokens=True)
+    arguments = ("generate", head_dir, "--target", tiny_target_dir, "--max-new-tokens", 24)
+    assert eagle(*arguments, "--prompt", "Tell me a story") == 0
+    out = capsys.readouterr().out
+    assert text in out
+    assert f"{len(wanted)} tokens, " in out
+    assert "acceptance length" in out
+    monkeypatch.setattr("sys.stdin", io.StringIO("Tell me a story"))
+    assert eagle(*arguments, "--draft", "chain") == 0
+    assert text in capsys.readouterr().out
+    assert eagle(*arguments, "--prompt", " ") == 2
+    assert "prompt: got an empty text" in capsys.readouterr().err

@@ -1,0 +1,88 @@
+"""Prediction from shards and from files of answers, against the loop."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from eagle_train.decoding.drafters import Chain
+from eagle_train.decoding.loop import Settings, plain
+from eagle_train.errors import UserError
+from eagle_train.evaluation.evaluate import evaluate
+from eagle_train.evaluation.predict import predict
+from eagle_train.evaluation.questions import Question, conversations
+from eagle_train.heads.config import HeadConfig
+from eagle_train.heads.disk import build_head, save_head
+from eagle_train.provenance import tokenizer_fingerprint
+from eagle_train.targets.load import Target, load_target
+
+QUESTIONS = [Question(str(i), "", (f"Question {i}: " + "why is it so? " * i,)) for i in range(4)]
+
+
+@pytest.fixture(scope="module")
+def target(tiny_target_dir: Path) -> Target:
+    return load_target(str(tiny_target_dir), dtype="fp32", device="cpu")
+
+
+def some_head(target: Target, kind: str):
+    torch.manual_seed(0)
+    head = build_head(HeadConfig.for_target(target.config.to_dict(), kind))
+    with torch.no_grad():
+        if kind == "eagle3":
+            head.lm_head.weight.copy_(target.frozen().lm_head)
+    return head
+
+
+def write_answers(target: Target, file: Path) -> None:
+    """The target's greedy answers to the questions, as an Answers file."""
+    records = []
+    made_by = {"model": "tiny", "tokenizer_fingerprint": tokenizer_fingerprint(target.tokenizer)}
+    for question, conversation in conversations(target.tokenizer, QUESTIONS):
+        made = plain(target, conversation.ask(0), Settings(max_new_tokens=24))
+        text = target.tokenizer.decode(made.ids, skip_special_tokens=True)
+        answer = {"role": "assistant", "content": text, "answer_ids": made.ids, "finished": made.ended}
+        messages = [{"role": "user", "content": question.turns[0]}, answer]
+        records.append({"id": question.id, "messages": messages, "generated_by": made_by})
+    file.write_text("".join(json.dumps(record) + "\n" for record in records))
+
+
+@pytest.mark.parametrize("kind", ["eagle1", "eagle3"])
+def test_predicted_figures_of_answers_equal_the_measured_ones(target, tiny_target_dir, tmp_path, kind):
+    head = some_head(target, kind)
+    save_head(head, tmp_path / "head")
+    write_answers(target, tmp_path / "answers.jsonl")
+    predicted = predict(
+        tmp_path / "head", tmp_path / "answers.jsonl", str(tiny_target_dir), gamma=3, dtype="fp32", show=False
+    )
+    measured = evaluate(head, target, QUESTIONS, [Chain(3)], max_new_tokens=24, show=False)
+    for name in ("tau", "rounds", "tokens", "accepted_histogram", "accepted_by_position", "tree"):
+        assert predicted[name] == measured[name], name
+    assert predicted["rounds"] > 0
+    json.dumps(predicted)
+
+
+def test_shards_are_enough_to_predict_from(tiny_shards_dir, target, tmp_path):
+    save_head(some_head(target, "eagle3"), tmp_path / "head")
+    report = predict(tmp_path / "head", tiny_shards_dir, gamma=2, show=False)
+    assert report["which_rows"] == "all"
+    assert report["tokens"] >= report["rounds"] > 0
+    assert report["tau"] >= 1
+
+
+def test_what_cannot_be_predicted_from_is_refused(tiny_shards_eagle1_dir, tiny_shards_dir, target, tmp_path):
+    head = some_head(target, "eagle3")
+    with pytest.raises(UserError, match="give --target"):
+        predict(head, tmp_path / "answers.jsonl", show=False)
+    with pytest.raises(UserError, match="features of eagle1, the head is eagle3"):
+        predict(head, tiny_shards_eagle1_dir, show=False)
+    with pytest.raises(UserError, match="gamma: got 0"):
+        predict(head, tiny_shards_dir, gamma=0, show=False)
+    other = build_head(HeadConfig.for_target(target.config.to_dict(), "eagle3", feature_layers=(1, 2, 3)))
+    with pytest.raises(UserError, match=r"captured layers \(2, 4, 5\), the head reads \(1, 2, 3\)"):
+        predict(other, tiny_shards_dir, show=False)
+    sizes = {**target.config.to_dict(), "vocab_size": 301}
+    with pytest.raises(UserError, match="300 tokens, the head was made for 301"):
+        predict(build_head(HeadConfig.for_target(sizes, "eagle3")), tiny_shards_dir, show=False)
