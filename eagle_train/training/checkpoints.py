@@ -65,12 +65,18 @@ def save_checkpoint(run: Path, head: Head, optimizers: Optimizers, state: State)
 
 
 def load_checkpoint(folder: Path, optimizers: Optimizers) -> State:
-    """Load optimizer and position from a checkpoint (its head: `load_head`). Raises UserError."""
+    """Load optimizer and position from a checkpoint (its head: `read_head`). Raises UserError.
+
+    Where the best checkpoint is gone, the next evaluation chooses anew.
+    """
     record = read_json(folder / RECORD, "choose another checkpoint")
     tensors, _ = load_tensors(folder / TENSORS)
     optimizers.load(tensors, str(folder / TENSORS))
     known = {field.name for field in fields(State)}
-    return State(**{key: value for key, value in record["state"].items() if key in known})
+    state = State(**{key: value for key, value in record["state"].items() if key in known})
+    if state.best_step is not None and not is_whole(folder.with_name(_name(state.best_step))):
+        state.best_step = state.best_tau = None
+    return state
 
 
 def newest(run: Path) -> Path | None:
@@ -140,7 +146,11 @@ def _link(link: Path, to: Path) -> None:
 
 def folder_of(run: Path, step: int) -> Path:
     """Return the folder of the checkpoint after `step` steps."""
-    return run / FOLDER / f"step-{step:06d}"
+    return run / FOLDER / _name(step)
+
+
+def _name(step: int) -> str:
+    return f"step-{step:06d}"
 
 
 def _folders(run: Path) -> list[Path]:

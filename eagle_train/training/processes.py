@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from eagle_train.distributed import world_size
 from eagle_train.errors import UserError
+from eagle_train.targets.checkpoint import computes_in_bf16
 
 
 @dataclass(frozen=True)
@@ -83,10 +84,5 @@ def leave_processes() -> None:
 def pick_precision(asked: str, device: torch.device) -> torch.dtype:
     """Return the dtype of matrix products: as asked, or bf16 where the device computes in it natively."""
     if asked == "auto":
-        if device.type == "cuda":
-            native = torch.cuda.is_bf16_supported(including_emulation=False)
-        else:
-            names = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")
-            native = device.type == "cpu" and any(getattr(torch.cpu, n, bool)() for n in names)
-        asked = "bf16" if native else "fp32"
+        asked = "bf16" if computes_in_bf16(device) else "fp32"
     return torch.bfloat16 if asked == "bf16" else torch.float32

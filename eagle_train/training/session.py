@@ -89,14 +89,12 @@ class Session:
             self.state.best_tau, self.state.best_step = found.tau, self.state.step
         return better
 
-    def save(self) -> Path:
+    def save(self) -> None:
         """Write a checkpoint and drop those no longer kept; other processes wait."""
-        folder = checkpoints.folder_of(self.out, self.state.step)
         if self.processes.is_main:
             checkpoints.save_checkpoint(self.out, self.head, self.optimizers, self.state)
             checkpoints.prune(self.out, self.recipe.run.keep_last, self.state)
         self.processes.wait()
-        return folder
 
     def describe(self) -> str:
         """Return what is about to be trained, in a line or two."""

@@ -19,7 +19,7 @@ from eagle_train.training import loop
 from eagle_train.training.interrupt import Interrupt
 from eagle_train.training.loop import train
 from eagle_train.training.metrics import read_metrics
-from eagle_train.training.processes import Processes, join_processes
+from eagle_train.training.processes import Processes, join_processes, pick_precision
 from eagle_train.training.session import Session, open_session
 
 
@@ -173,6 +173,15 @@ def test_processes_that_accelerate_does_not_see_are_refused(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(UserError, match="2 were launched, accelerate sees 1"):
         join_processes()
+
+
+def test_precision_is_as_asked_or_what_the_device_computes_in(monkeypatch):
+    cpu = torch.device("cpu")
+    assert pick_precision("fp32", cpu) == torch.float32
+    assert pick_precision("bf16", cpu) == torch.bfloat16
+    for native, dtype in ((True, torch.bfloat16), (False, torch.float32)):
+        monkeypatch.setattr("eagle_train.training.processes.computes_in_bf16", lambda _, n=native: n)
+        assert pick_precision("auto", cpu) == dtype
 
 
 def test_the_first_signal_asks_and_a_late_second_one_insists(monkeypatch):

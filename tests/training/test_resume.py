@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import json
+import os
+import random
 import shutil
+import subprocess
+import sys
+import time
 
 import pytest
 import torch
@@ -108,6 +114,17 @@ def test_a_crash_before_the_pointers_were_set_is_mended(tmp_path, tiny, tiny_sha
     assert (run / "best" / "model.safetensors").is_file()
 
 
+def test_a_best_checkpoint_that_was_deleted_is_chosen_anew(tmp_path, tiny, tiny_shards_dir):
+    run = tmp_path / "run"
+    train(tiny_shards_dir, tiny("run.steps=12", "run.eval_every=2"), run, show=False)
+    record = json.loads((run / "last" / "trainer.json").read_text())
+    record["state"] |= {"best_step": 3, "best_tau": 9.9}
+    (run / "last" / "trainer.json").write_text(json.dumps(record))
+    summary = train(tiny_shards_dir, tiny("run.steps=14", "run.eval_every=2"), run, resume=True, show=False)
+    assert summary["best_step"] == 14
+    assert (run / "best").resolve().name == "step-000014"
+
+
 def test_lines_of_metrics_past_the_checkpoint_and_half_lines_are_dropped(
     tmp_path, tiny, tiny_shards_dir, interrupt_after
 ):
@@ -120,3 +137,32 @@ def test_lines_of_metrics_past_the_checkpoint_and_half_lines_are_dropped(
     interrupt_after(-1)
     train(tiny_shards_dir, tiny(), run, show=False)
     assert [line["step"] for line in read_metrics(run)] == list(range(9))
+
+
+@pytest.mark.slow
+def test_a_run_killed_many_times_ends_in_the_same_weights(tmp_path, tiny, tiny_shards_dir, weights):
+    """SIGKILL at random moments, many of them while a checkpoint is being written."""
+    settings = ["run.steps=60", "run.save_every=1", "run.eval_every=20", "run.keep_last=3"]
+    torch.set_num_threads(1)
+    train(tiny_shards_dir, tiny(*settings), tmp_path / "whole", show=False)
+    run, chance = tmp_path / "killed", random.Random(0)
+    words = [sys.executable, "-m", "eagle_cli.main", "train", str(tiny_shards_dir), "--recipe", "eagle3-tiny"]
+    words += ["--out", str(run), *(word for setting in settings for word in ("--set", setting))]
+    kills = 0
+    for _ in range(60):
+        before = checkpoints.newest(run)
+        child = subprocess.Popen(words, env={**os.environ, "OMP_NUM_THREADS": "1"}, stderr=subprocess.DEVNULL)
+        while child.poll() is None and checkpoints.newest(run) == before:
+            time.sleep(0.01)
+        time.sleep(chance.uniform(0, 0.5))
+        if child.poll() is not None:
+            break
+        child.kill()
+        child.wait()
+        kills += 1
+    assert child.returncode == 0
+    assert kills >= 5, "too fast to be killed"
+    whole, killed = weights(tmp_path / "whole" / "last"), weights(run / "last")
+    assert all(torch.equal(whole[name], killed[name]) for name in whole)
+    lines = [[(x["step"], x.get("loss")) for x in read_metrics(r)] for r in (tmp_path / "whole", run)]
+    assert lines[0] == lines[1]
