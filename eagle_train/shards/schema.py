@@ -22,6 +22,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -170,7 +171,7 @@ class Plan:
         """Bytes of all shards."""
         return sum(shard.size for shard in self.shards)
 
-    @property
+    @cached_property
     def identity(self) -> str:
         """16 hex digits that every shard of this plan carries."""
         return sha256_json(self.to_json())[:16]

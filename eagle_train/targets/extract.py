@@ -232,7 +232,7 @@ def _reopen(folder: Path, todo: list[int]) -> None:
     with suppress(OSError):
         for name in (MANIFEST, INDEX):
             (folder / name).unlink(missing_ok=True)
-        for number in todo:
-            if number % distributed.world_size() == distributed.rank():
-                for leftover in folder.glob(f".{shard_name(number)}.*.tmp"):
-                    leftover.unlink(missing_ok=True)
+        mine = {shard_name(n) for n in todo if n % distributed.world_size() == distributed.rank()}
+        for leftover in folder.glob(".shard-*.safetensors.*.tmp"):
+            if leftover.name[1:].rsplit(".", 2)[0] in mine:
+                leftover.unlink(missing_ok=True)
