@@ -1,0 +1,111 @@
+"""The extract command: what it says, its exit codes, and what an interrupt leaves behind."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from eagle_cli.main import main
+
+from eagle_train.shards.reader import open_shards
+from eagle_train.targets import extract as room
+
+_FLAGS = ["--batch-tokens", "256", "--shard-tokens", "512", "--device", "cpu", "--processes", "1"]
+
+
+def _run(*arguments: str | Path) -> int:
+    with pytest.raises(SystemExit) as caught:
+        main(["extract", *map(str, arguments)])
+    return int(caught.value.code or 0)
+
+
+def test_it_reports_sizes_first_and_the_next_command_last(
+    tiny_rows_dir: Path, tiny_target_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    assert _run(tiny_rows_dir, "--target", tiny_target_dir, "--out", out, *_FLAGS) == 0
+    said = capsys.readouterr()
+    sizes = said.err.splitlines()[0]
+    assert sizes.startswith("24 rows, 3,371 tokens, 1,441 supervised: 7 shards, ")
+    assert sizes.endswith("KiB on disk (0.2 KiB a token, bf16)")
+    assert said.out.startswith(f"{out}: 24 rows, 3,371 tokens, 1,441 supervised, 7 shards, ")
+    assert said.out.splitlines()[-1] == f"next: eagle train {out} --recipe eagle3 --out run/"
+
+
+def test_json_is_all_there_is_on_stdout(
+    tiny_rows_dir: Path, tiny_target_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    more = ["--for", "eagle1", "--codec", "fp32", "--json"]
+    assert _run(tiny_rows_dir, "--target", tiny_target_dir, "--out", out, *more, *_FLAGS) == 0
+    summary = json.loads(capsys.readouterr().out)
+    assert (summary["features"], summary["codec"], summary["layer_ids"]) == ("eagle1", "fp32", [])
+    assert summary["complete"] is True
+    assert summary["bytes"] == sum(file.stat().st_size for file in out.glob("shard-*.safetensors"))
+
+
+def test_the_size_said_beforehand_is_that_of_the_files(tiny_shards_dir: Path) -> None:
+    plan = json.loads((tiny_shards_dir / "plan.json").read_text())
+    on_disk = sum(file.stat().st_size for file in tiny_shards_dir.glob("shard-*.safetensors"))
+    assert plan["bytes"] < on_disk < plan["bytes"] + 3000 * len(plan["shards"])  # headers
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--layers", "2;3"], "error: --layers 2;3: wanted numbers with commas between, such as 2,15,27"),
+        (["--codec", "bf61"], "error: --codec bf61: wanted one of bf16, fp32; did you mean 'bf16'?"),
+        (["--processes", "0"], "error: --processes 0: wanted 1 or more"),
+    ],
+)
+def test_a_wrong_option_is_one_line_and_exit_2(
+    tiny_rows_dir: Path,
+    tiny_target_dir: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    arguments: list[str],
+    words: str,
+) -> None:
+    out = tmp_path / "out"
+    assert _run(tiny_rows_dir, "--target", tiny_target_dir, "--out", out, "--device", "cpu", *arguments) == 2
+    assert capsys.readouterr().err.strip().splitlines()[-1] == words
+    assert not out.exists()
+
+
+def test_missing_rows_are_named(
+    tiny_target_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert _run(tmp_path / "none", "--target", tiny_target_dir, "--out", tmp_path / "out") == 2
+    assert capsys.readouterr().err.startswith(f"error: {tmp_path}/none/rows.json: not found")
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_interrupt_keeps_finished_shards_and_the_same_command_goes_on(
+    tiny_rows_dir: Path,
+    tiny_target_dir: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    out = tmp_path / "out"
+    arguments = [tiny_rows_dir, "--target", tiny_target_dir, "--out", out, *_FLAGS]
+    own, calls = room.run_batch, []
+
+    def interrupted(*more: Any) -> Any:
+        calls.append(1)
+        if len(calls) == 8:
+            raise KeyboardInterrupt
+        return own(*more)
+
+    monkeypatch.setattr(room, "run_batch", interrupted)
+    assert _run(*arguments) == 130
+    capsys.readouterr()
+    kept = sorted(file.name for file in out.iterdir())
+    assert len([name for name in kept if name.startswith("shard-")]) == 3  # two batches each
+    assert not [name for name in kept if name.startswith(".") or name == "shards.json"]
+    monkeypatch.setattr(room, "run_batch", own)
+    assert _run(*arguments, "--json") == 0
+    assert json.loads(capsys.readouterr().out)["shards_done_here"] == 4
+    open_shards(out).verify()

@@ -1,0 +1,186 @@
+"""Extraction in real processes: killed at bad moments and run again, started by --processes, by torchrun."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from eagle_train.shards.reader import open_shards
+from eagle_train.targets.extract import extract
+
+_SMALL = {"batch_tokens": 256, "shard_tokens": 512, "dtype": "fp32", "device": "cpu"}
+_FLAGS = ["--batch-tokens", "256", "--shard-tokens", "512", "--dtype", "fp32", "--device", "cpu"]
+
+_KILLED = """
+import os, signal, sys
+import eagle_train.io as io
+import safetensors.torch as st
+moment, rows, target, out = sys.argv[1:]
+own_save, own_replace = st.save_file, os.replace
+
+def save(tensors, name, metadata=None):
+    own_save(tensors, name, metadata=metadata)
+    if moment == "inside a write" and "shard-00002" in name:
+        with open(name, "r+b") as handle:
+            handle.truncate(os.path.getsize(name) // 2)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+def replace(source, final):
+    if moment == "before a rename" and "shard-00002" in str(final):
+        os.kill(os.getpid(), signal.SIGKILL)
+    if moment == "before the manifest" and "shards.json" in str(final):
+        os.kill(os.getpid(), signal.SIGKILL)
+    own_replace(source, final)
+
+st.save_file, os.replace = save, replace
+from eagle_train.targets.extract import extract
+extract(rows, target, out, batch_tokens=256, shard_tokens=512, dtype="fp32", device="cpu", show=False)
+"""
+
+
+def _bytes(folder: Path) -> dict[str, bytes]:
+    return {file.name: file.read_bytes() for file in sorted(folder.iterdir())}
+
+
+@pytest.fixture(scope="module")
+def whole(
+    tmp_path_factory: pytest.TempPathFactory, tiny_rows_dir: Path, tiny_target_dir: Path
+) -> dict[str, bytes]:
+    """The bytes of an uninterrupted run in one process."""
+    out = tmp_path_factory.mktemp("whole") / "out"
+    extract(tiny_rows_dir, tiny_target_dir, out, show=False, **_SMALL)  # type: ignore[arg-type]
+    return _bytes(out)
+
+
+@pytest.mark.parametrize(
+    "moment",
+    [
+        "inside a write",
+        pytest.param("before a rename", marks=pytest.mark.slow),
+        pytest.param("before the manifest", marks=pytest.mark.slow),
+    ],
+)
+def test_killed_and_run_again_it_has_the_bytes_of_an_uninterrupted_run(
+    moment: str, whole: dict[str, bytes], tiny_rows_dir: Path, tiny_target_dir: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    arguments = [moment, str(tiny_rows_dir), str(tiny_target_dir), str(out)]
+    child = subprocess.run([sys.executable, "-c", _KILLED, *arguments], capture_output=True, timeout=300)
+    assert child.returncode == -signal.SIGKILL, child.stderr.decode()
+    assert not (out / "shards.json").exists()
+    finished = len(list(out.glob("shard-*.safetensors")))
+    assert finished == (7 if moment == "before the manifest" else 2)
+    assert list(out.glob(".*.tmp"))
+    summary = extract(tiny_rows_dir, tiny_target_dir, out, show=False, **_SMALL)  # type: ignore[arg-type]
+    assert summary["shards_done_here"] == 7 - finished
+    left = _bytes(out)
+    assert {name: left[name] for name in whole} == whole
+    assert not [name for name in left if name.startswith(".shard-0")]
+
+
+def _eagle(*arguments: str | Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "eagle_cli.main", "extract", *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env={**os.environ, **environment},
+    )
+
+
+def test_processes_share_the_work_and_write_the_same_bytes(
+    whole: dict[str, bytes], tiny_rows_dir: Path, tiny_target_dir: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    done = _eagle(
+        tiny_rows_dir, "--target", tiny_target_dir, "--out", out, "--processes", "2", "--json", *_FLAGS
+    )
+    assert done.returncode == 0, done.stderr
+    assert "7 shards" in done.stderr
+    assert "2 workers" in done.stderr
+    summary = json.loads(done.stdout)
+    assert summary["complete"] is True
+    assert summary["rows"] == 24
+    assert _bytes(out) == whole
+
+
+@pytest.mark.slow
+def test_torchrun_gives_the_same_bytes(
+    whole: dict[str, bytes], tiny_rows_dir: Path, tiny_target_dir: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3"]
+    command += ["-m", "eagle_cli.main", "extract", str(tiny_rows_dir), "--target", str(tiny_target_dir)]
+    done = subprocess.run([*command, "--out", str(out), *_FLAGS], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert f"next: eagle train {out}" in done.stdout
+    assert _bytes(out) == whole
+
+
+@pytest.mark.slow
+def test_a_killed_worker_fails_the_command_and_the_next_run_mends_it(
+    whole: dict[str, bytes], tiny_rows_dir: Path, tiny_target_dir: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    arguments = [tiny_rows_dir, "--target", tiny_target_dir, "--out", out, "--processes", "2", *_FLAGS]
+    command = [sys.executable, "-m", "eagle_cli.main", "extract", *map(str, arguments)]
+    parent = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    worker = _a_worker_of(parent.pid)
+    os.kill(worker, signal.SIGKILL)
+    _, errors = parent.communicate(timeout=300)
+    assert parent.returncode == 2
+    assert "one of the 2 processes failed" in errors
+    assert not (out / "shards.json").exists()
+    assert _eagle(*arguments).returncode == 0
+    left = _bytes(out)
+    assert {name: left[name] for name in whole} == whole
+
+
+def _a_worker_of(parent: int) -> int:
+    """Wait for a worker to run below the launcher that `parent` started; return its process id."""
+    deadline = time.monotonic() + 200
+    while time.monotonic() < deadline:
+        for launcher in _children(parent):
+            for worker in _children(launcher):
+                if b"--worker" in Path(f"/proc/{worker}/cmdline").read_bytes():
+                    return worker
+        time.sleep(0.05)
+    raise AssertionError("no worker appeared")
+
+
+def _children(parent: int) -> list[int]:
+    try:
+        return [int(pid) for pid in Path(f"/proc/{parent}/task/{parent}/children").read_text().split()]
+    except OSError:
+        return []
+
+
+@pytest.mark.slow
+def test_killed_at_random_moments_it_ends_with_the_same_bytes(
+    whole: dict[str, bytes], tiny_rows_dir: Path, tiny_target_dir: Path, tmp_path: Path
+) -> None:
+    out, dice = tmp_path / "out", random.Random(0)
+    command = [sys.executable, "-m", "eagle_cli.main", "extract", str(tiny_rows_dir), "--target"]
+    command += [str(tiny_target_dir), "--out", str(out), "--processes", "1", *_FLAGS]
+    started = time.monotonic()
+    assert subprocess.run([*command[:-6], "--help"], capture_output=True).returncode == 0
+    longest = 3 * (time.monotonic() - started) + 5
+    for _ in range(8):
+        child = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        try:
+            child.wait(timeout=dice.uniform(0.3, 1.0) * longest)
+        except subprocess.TimeoutExpired:
+            os.kill(child.pid, signal.SIGKILL)
+            child.wait()
+    assert subprocess.run(command, capture_output=True).returncode == 0
+    left = _bytes(out)
+    assert {name: left[name] for name in whole} == whole
+    open_shards(out).verify()
