@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from pathlib import Path
 
 import typer
@@ -56,4 +57,6 @@ def run(
         print(f"not for {other}: {why}")
     for name, command in made["serve"].items():
         print(f"serve with {name}: {command}")
-    print(f"next: eagle eval {out} --target {made['target']['name'] or 'TARGET'}")
+    print(
+        f"next: eagle eval {shlex.quote(str(out))} --target {shlex.quote(made['target']['name'] or 'TARGET')}"
+    )

@@ -34,10 +34,12 @@ def verify(folder: Path, trained: Head, config: HeadConfig, engine: str, dtype: 
     faults += _config_faults(folder / CONFIG, config, engine)
     if faults:
         raise UserError(f"{folder / WEIGHTS}: not what {engine} loads: {'; '.join(faults)}")
-    got = reference_outputs(load_head(folder))
-    if not torch.equal(got, reference_outputs(copy.deepcopy(trained).to(dtype))):
+    got, wanted = reference_outputs(load_head(folder).float()), reference_outputs(trained)
+    rounded = wanted
+    if next(trained.parameters()).dtype != dtype:
+        rounded = reference_outputs(copy.deepcopy(trained).to(dtype).float())
+    if not torch.equal(got, rounded):
         raise UserError(f"{folder}: the head read back computes other logits than the one trained")
-    wanted = reference_outputs(trained)
     change = float((got - wanted).norm() / wanted.norm().clamp_min(torch.finfo(torch.float32).tiny))
     limit = _ROUNDINGS * torch.finfo(dtype).eps
     if not change <= limit:
@@ -55,7 +57,8 @@ def reference_outputs(head: Head) -> Tensor:
 
     An EAGLE-1 head has no logits of its own: the target's lm_head reads what is returned here.
     """
-    head = copy.deepcopy(head).float().eval()
+    if next(head.parameters()).dtype != torch.float32:
+        head = copy.deepcopy(head).float()
     config, generator = head.config, torch.Generator().manual_seed(0)
     features = torch.randn(_ROWS, config.feature_width, generator=generator)
     embeds = torch.randn(2, _ROWS, config.hidden_size, generator=generator)
