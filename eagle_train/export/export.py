@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import shutil
 from collections.abc import Iterator
 from dataclasses import replace
@@ -187,6 +188,7 @@ def _replacing_folder(final: Path) -> Iterator[Path]:
         if final.exists():
             os.rename(final, old)
         os.rename(fresh, final)
+        _sweep(final)
     except OSError as error:
         raise os_error(final, error) from error
     finally:
@@ -194,6 +196,13 @@ def _replacing_folder(final: Path) -> Iterator[Path]:
             os.rename(old, final)
         for left in (fresh, old):
             shutil.rmtree(left, ignore_errors=True)
+
+
+def _sweep(final: Path) -> None:
+    """Delete what killed exports to the same place left under their temporary names."""
+    for entry in final.parent.iterdir():
+        if re.fullmatch(rf"\.{re.escape(final.name)}\.\d+\.(tmp|old)", entry.name):
+            shutil.rmtree(entry, ignore_errors=True)
 
 
 def _size(folder: Path) -> str:

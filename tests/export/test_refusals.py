@@ -205,6 +205,14 @@ def test_ctrl_c_leaves_nothing_behind(head_dir, tmp_path, monkeypatch):
     _only(tmp_path, "head")
 
 
+def test_leftovers_of_killed_exports_go_with_the_next_that_succeeds(head_dir, tmp_path):
+    for name in (".out.123.tmp", ".out.123.old", ".out.v2.123.tmp"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text("half")
+    export(head_dir("eagle3"), tmp_path / "out", engine="vllm")
+    _only(tmp_path, "head", "out", ".out.v2.123.tmp")
+
+
 def test_values_too_large_for_half_precision_are_refused(head_dir, tmp_path):
     source = head_dir("eagle3")
     head = load_head(source)
