@@ -200,9 +200,10 @@ def _replacing_folder(final: Path) -> Iterator[Path]:
 
 def _sweep(final: Path) -> None:
     """Delete what killed exports to the same place left under their temporary names."""
-    for entry in final.parent.iterdir():
-        if re.fullmatch(rf"\.{re.escape(final.name)}\.\d+\.(tmp|old)", entry.name):
-            shutil.rmtree(entry, ignore_errors=True)
+    with contextlib.suppress(OSError):  # a folder that may not be listed
+        for entry in final.parent.iterdir():
+            if re.fullmatch(rf"\.{re.escape(final.name)}\.\d+\.(tmp|old)", entry.name):
+                shutil.rmtree(entry, ignore_errors=True)
 
 
 def _size(folder: Path) -> str:
