@@ -66,7 +66,7 @@ def encode(found: Conversation | TokenRow, encoder: Encoder, vocabulary: int, ma
             if any(turn.answer_ids for turn in found.turns) and not encoder.uses_ids_of(found):
                 repairs.append("answer ids of another tokenizer: text tokenised again")
             if len(whole) > 1:
-                repairs.append("history rewritten by the template: one row per answer")
+                repairs.append("earlier answers read otherwise in later prompts: one row per answer")
     except Skip as reason:
         return Outcome(label, found.source, [], skipped=str(reason))
     rows, rows_cut, gone, shortened, tokens = [], 0, 0, 0, 0

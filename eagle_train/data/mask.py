@@ -167,7 +167,11 @@ class Encoder:
     @property
     def end_of_turn(self) -> tuple[int, str] | None:
         probe = (Turn("user", "Hello"), Turn("assistant", "Hi"))
-        found = self._added.search(self.turn_text(probe, 1, False).ending)
+        try:
+            text = self.turn_text(probe, 1, False)
+        except Skip:  # some templates cannot do without a system text
+            text = self.turn_text((Turn("system", "Be kind."), *probe), 2, False)
+        found = self._added.search(text.ending)
         return (self._ids_of_added[found.group()], found.group()) if found else None
 
     def _dropped(self, turns: Sequence[Turn], prompt: str) -> None:
@@ -192,15 +196,20 @@ class Encoder:
         return found
 
     def rows(self, conversation: Conversation) -> list[EncodedRow]:
-        """Return one row, or one per answer where the template rewrites history. Raises Skip."""
-        texts = self.texts(conversation)
-        runs_on = all(after.prompt.startswith(text.shown) for text, after in pairwise(texts))
-        return [self._row(texts)] if runs_on else [self._row([text]) for text in texts]
+        """Return one row, or one per answer where later prompts read earlier answers otherwise. Raises Skip.
 
-    def prompt_ids(self, conversation: Conversation) -> list[int]:
-        """Return the tokens before the last answer, as they stand in this conversation's last row."""
-        row = self.rows(conversation)[-1]
-        return row.input_ids[: row.spans[-1][0]]
+        They do where the template rewrites history, and where an answer's own tokens are not those of
+        its text, which is what a later prompt is made of.
+        """
+        texts = self.texts(conversation)
+        if all(after.prompt.startswith(text.shown) for text, after in pairwise(texts)):
+            row = self._row(texts)
+            if all(text.answer_ids is None for text in texts[:-1]) or all(
+                row.input_ids[:first] == self._ids(text.prompt)
+                for text, (first, _) in zip(texts, row.spans, strict=True)
+            ):
+                return [row]
+        return [self._row([text]) for text in texts]
 
     def _row(self, texts: Sequence[TurnText]) -> EncodedRow:
         ids = self._ids(texts[0].prompt)

@@ -235,6 +235,40 @@ def test_a_template_that_closes_answers_with_no_token(byte_level: Any) -> None:
     )
 
 
+def test_a_text_that_begins_with_a_mark_of_the_tokenizer_gets_none_behind_a_prompt(
+    sentence_piece: Any,
+) -> None:
+    """The generation prompt ends in a space that would join the answer's word in a text tokenised whole."""
+    tokenizer = sentence_piece("plain")
+    tokenizer.chat_template += "{% if add_generation_prompt %}{{ 'ASSISTANT: ' }}{% endif %}"
+    conversation = talk(("user", "Hi"), ("assistant", "Paris"))
+    prompt = rendered(tokenizer, conversation.messages()[:1], True)
+    (row,) = encoder_of(tokenizer).rows(conversation)
+    assert row.input_ids[: row.spans[0][0]] == prompt
+    assert tokenizer.decode(row.input_ids) == "USER: Hi\nASSISTANT: Paris\n"
+
+
+def test_generation_marks_in_a_template_change_nothing(byte_level: Any) -> None:
+    plain, marked = byte_level("chatml"), byte_level("chatml")
+    marked.chat_template = marked.chat_template.replace(
+        "{{ '<|im_start|>' + message['role']", "{% generation %}{{ '<|im_start|>' + message['role']"
+    ).replace("'<|im_end|>\n' }}{% endfor %}", "'<|im_end|>\n' }}{% endgeneration %}{% endfor %}")
+    assert "endgeneration" in marked.chat_template
+    assert encoder_of(marked).rows(talk(*TWO_TURNS)) == encoder_of(plain).rows(talk(*TWO_TURNS))
+
+
+def test_a_template_that_wants_a_system_text_is_usable(byte_level: Any) -> None:
+    tokenizer = byte_level("chatml")
+    tokenizer.chat_template = (
+        "{% if messages[0]['role'] != 'system' %}{{ raise_exception('no system text') }}{% endif %}"
+        + tokenizer.chat_template
+    )
+    encoder = encoder_of(tokenizer)
+    assert encoder.end_of_turn == (tokenizer.convert_tokens_to_ids("<|im_end|>"), "<|im_end|>")
+    (row,) = encoder.rows(talk(("system", "Be kind."), *TWO_TURNS))
+    assert len(row.spans) == 2
+
+
 def test_end_of_turn_is_found_by_rendering(byte_level: Any) -> None:
     for name, text in [("chatml", "<|im_end|>"), ("gemma", "<end_of_turn>"), ("mistral", "</s>")]:
         tokenizer = byte_level(name)
@@ -278,17 +312,26 @@ def test_answer_ids_are_used_as_they_are(byte_level: Any) -> None:
     encoder = encoder_of(tokenizer)
     letters = [tokenizer.convert_tokens_to_ids(letter) for letter in "HelloĠthere"]
     end = tokenizer.convert_tokens_to_ids("<|im_end|>")
-    (row,) = encoder.rows(with_ids(encoder, [*letters, end], True, later=True))
-    first, last = row.spans[0]
+    (row,) = encoder.rows(with_ids(encoder, [*letters, end], True, later=False))
+    ((first, last),) = row.spans
     assert row.input_ids[first : last + 1] == [*letters, end]
-    assert tokenizer.decode(row.input_ids[last + 1 :]).startswith("\n<|im_start|>user\nBye<|im_end|>")
-    assert supervised(tokenizer, row)[1] == "Bye<|im_end|>"
+    assert tokenizer.decode(row.input_ids[last + 1 :]) == "\n"
+    # A later prompt holds the text, which has other tokens: then each answer has a row of its own.
+    one, two = encoder.rows(with_ids(encoder, [*letters, end], True, later=True))
+    assert one == row
+    conversation = with_ids(encoder, [*letters, end], True, later=True)
+    assert two.input_ids[: two.spans[0][0]] == rendered(tokenizer, conversation.messages()[:3], True)
+    assert supervised(tokenizer, two) == ["Bye<|im_end|>"]
+    # The tokens of the text itself run on.
+    usual = tokenizer("Hello there", add_special_tokens=False)["input_ids"]
+    (whole,) = encoder.rows(with_ids(encoder, [*usual, end], True, later=True))
+    assert supervised(tokenizer, whole) == ["Hello there<|im_end|>", "Bye<|im_end|>"]
 
 
 def test_an_unfinished_answer_has_no_supervised_end_of_turn(byte_level: Any) -> None:
     tokenizer = byte_level("chatml")
     encoder = encoder_of(tokenizer)
-    letters = [tokenizer.convert_tokens_to_ids(letter) for letter in "HelloĠthere"]
+    letters = tokenizer("Hello there", add_special_tokens=False)["input_ids"]
     end = tokenizer.convert_tokens_to_ids("<|im_end|>")
     (alone,) = encoder.rows(with_ids(encoder, letters, False, later=False))
     assert alone.input_ids[alone.spans[0][0] :] == letters

@@ -171,7 +171,9 @@ def test_history_rewriting_is_counted_and_rows_share_the_conversation(
 ) -> None:
     data = write(tmp_path / "a.jsonl", [talk("Hi", "<think>\nA\n</think>\n\nHello", "How?", "Fine")])
     summary = make(data, target_with(tmp_path / "target", byte_level("qwen-thinking")), tmp_path / "rows")
-    assert summary["counts"]["repaired"] == {"history rewritten by the template: one row per answer": 1}
+    assert summary["counts"]["repaired"] == {
+        "earlier answers read otherwise in later prompts: one row per answer": 1
+    }
     rows = open_rows(tmp_path / "rows")
     assert len(rows) == 2
     assert len(set(rows.dataset["conversation_id"])) == 1
