@@ -7,6 +7,7 @@ hits and its gradients are taken, so nothing is recomputed and memory does not g
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
     from eagle_train.shards.frozen_target import FrozenTarget
 
 _LOGITS_AT_ONCE = 1 << 24  # elements of a chunk: a few tens of megabytes, enough rows for a fast product
-_BLOCK = 1 << 19  # elements handled at once by the passes over logits: they should stay in the cache
+_BLOCK = 1 << 18  # elements handled at once by the passes over logits: they should stay in the cache
 
 
 class VocabularyLoss(NamedTuple):
@@ -70,77 +71,93 @@ class _Loss(torch.autograd.Function):
         order: Tensor,
         own_map: bool,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        device = hidden.device.type
-        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
+        device, num_rows, width = hidden.device, len(hidden), len(weight)
+        autocast = torch.is_autocast_enabled(device.type)
+        dtype = torch.get_autocast_dtype(device.type) if autocast else hidden.dtype
         sums = torch.float64 if dtype == torch.float64 else torch.float32
         wants_hidden, wants_weight = ctx.needs_input_grad[:2]
-        rows = torch.empty(len(hidden), dtype=sums, device=hidden.device)
-        hits = torch.empty(len(hidden), dtype=torch.bool, device=hidden.device)
+        rows = torch.empty(num_rows, dtype=sums, device=device)
+        hits = torch.empty(num_rows, dtype=torch.bool, device=device)
         dhidden = torch.empty_like(hidden) if wants_hidden else None
         dweight = torch.zeros_like(weight, dtype=sums) if wants_weight else None
+        chunks = max(1, math.ceil(num_rows * width / _LOGITS_AT_ONCE))
+        size = max(1, math.ceil(num_rows / chunks))  # rows of a chunk, all chunks alike
+        buffer = torch.empty((size, width), dtype=dtype, device=device)  # once: fresh memory is slow
+        scratch = torch.empty((3, min(size, max(1, _BLOCK // width)), width), dtype=sums, device=device)
         output = weight.to(dtype)
-        size = min(max(1, _LOGITS_AT_ONCE // len(weight)), max(1, len(hidden)))
-        buffer = torch.empty((size, len(weight)), dtype=dtype, device=hidden.device)  # new memory is slow
-        with torch.autocast(device, enabled=False):
-            for at in order.split(size):
+        with torch.autocast(device.type, enabled=False):
+            for at in order.split(size) if num_rows else ():
                 inputs = hidden.index_select(0, at).to(dtype)  # [c, H]
                 logits = torch.mm(inputs, output.T, out=buffer[: len(at)])  # [c, D], then its gradient
                 labels, which = torch.unique_consecutive(label[at], return_inverse=True)
-                p = draft_distribution(target, label_last.index_select(0, labels))  # [labels, D]
-                rows[at], hits[at] = _blocks(logits, p, which, best[at], None if own_map else target)
+                teacher = target.logits(label_last.index_select(0, labels))  # [labels, D]
+                through = None if own_map else target
+                rows[at], hits[at] = _blocks(logits, teacher, which, best[at], through, scratch)
                 scale = row_weight[at, None]
                 if dhidden is not None:
-                    dhidden[at] = (logits @ output).to(hidden.dtype).mul_(scale)
+                    dhidden.index_copy_(0, at, (logits @ output).mul_(scale).to(hidden.dtype))
                 if dweight is not None:
                     _add_product(dweight, logits, (inputs * scale).to(dtype))
-        ctx.save_for_backward(dhidden, dweight)
-        ctx.weight_dtype = weight.dtype
+        ctx.found = dhidden, None if dweight is None else dweight.to(weight.dtype)
         ctx.mark_non_differentiable(rows, hits)
         return (rows * row_weight).sum(), rows, hits
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        dhidden, dweight = ctx.saved_tensors
-        if dhidden is not None:
-            dhidden = dhidden * gradient.to(dhidden.dtype)
-        if dweight is not None:
-            dweight = (dweight * gradient).to(ctx.weight_dtype)
-        return dhidden, dweight, None, None, None, None, None, None, None
+        found, ctx.found = ctx.found, None  # handed on, not kept: they are large
+        if gradient.device.type != "cpu" or gradient != 1:
+            for x in found:
+                if x is not None:
+                    x.mul_(gradient.to(x.dtype))
+        return *found, None, None, None, None, None, None, None
 
 
 def _blocks(
-    logits: Tensor, p: Tensor, which: Tensor, best: Tensor, target: FrozenTarget | None
+    logits: Tensor,
+    teacher: Tensor,
+    which: Tensor,
+    best: Tensor,
+    through: FrozenTarget | None,
+    scratch: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """Return row losses and hits of a chunk, and leave d(row loss)/d(product) in `logits`."""
+    """Return row losses and hits of a chunk, and leave d(row loss)/d(product) in `logits` [c, D].
+
+    `teacher` [labels, D] are the target's logits, `which` [c] each row's label among them, ascending;
+    `through` is the output map that the head's logits share with the target, if any.
+    """
     rows, hits = [], []
-    step = max(1, _BLOCK // logits.shape[1])
+    step = scratch.shape[1]
     for z, index, choice in zip(logits.split(step), which.split(step), best.split(step), strict=True):
-        scores, slope = _mapped(z, target)
-        wanted = p.index_select(0, index)
-        q = scores.softmax(-1)
+        scores, q, wanted = scratch[:, : len(z)]
+        slope = _map(scores.copy_(z), through)
+        torch.softmax(scores, -1, out=q)
+        first, last = int(index[0]), int(index[-1])
+        p = wide(teacher[first : last + 1]).softmax(-1)  # of the few labels that these rows share
+        torch.index_select(p, 0, index - first, out=wanted)
         top = scores.amax(-1)
-        lse = top - q.amax(-1).log()  # the largest probability is never small
-        rows.append(lse - torch.linalg.vecdot(wanted, scores))
         hits.append(scores.gather(-1, choice[:, None])[:, 0] == top)
-        gradient = q.sub_(wanted)
-        z.copy_(gradient if slope is None else gradient.mul_(slope))
+        lse = top - q.amax(-1).log()  # the largest probability is never small
+        rows.append(lse - scores.mul_(wanted).sum(-1))
+        q.sub_(wanted)
+        z.copy_(q if slope is None else q.mul_(slope))
     return torch.cat(rows), torch.cat(hits)
 
 
-def _mapped(product: Tensor, target: FrozenTarget | None) -> tuple[Tensor, Tensor | float | None]:
-    """Return wide logits of a product with the output weight, and their derivative where it is not 1."""
-    z = wide(product)
-    if target is None:
-        return z, None
-    if target.bias is not None:
-        z = z + target.bias
+def _map(z: Tensor, target: FrozenTarget | None) -> Tensor | float | None:
+    """Apply the target's bias, scale and cap to products in place; return the derivative where not 1."""
     slope: Tensor | float | None = None
+    if target is None:
+        return slope
+    if target.bias is not None:
+        z += target.bias
     if target.logit_scale != 1.0:
-        z, slope = z * target.logit_scale, target.logit_scale
+        z *= target.logit_scale
+        slope = target.logit_scale
     if target.softcap is not None:
         bent = torch.tanh(z / target.softcap)
-        z, slope = bent * target.softcap, (1 - bent.square()) * (1.0 if slope is None else slope)
-    return z, slope
+        torch.mul(bent, target.softcap, out=z)
+        slope = (1 - bent.square()) * (1.0 if slope is None else slope)
+    return slope
 
 
 def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
