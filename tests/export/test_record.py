@@ -94,6 +94,12 @@ def test_equal_heads_give_equal_bytes(kind, head_dir, tmp_path):
         assert first.read_bytes() == second.read_bytes(), name
 
 
+def test_whoever_may_read_the_config_may_read_the_weights(head_dir, tmp_path):
+    export(head_dir("eagle3"), tmp_path / "out", engine="vllm")
+    modes = {entry.stat().st_mode & 0o777 for entry in (tmp_path / "out").iterdir()}
+    assert len(modes) == 1
+
+
 def test_provenance_names_what_the_export_was_made_from(head_dir, tmp_path):
     source, out = head_dir("eagle3"), tmp_path / "out"
     target = _target(tmp_path / "target", {"dtype": "bfloat16", "num_hidden_layers": 8})
