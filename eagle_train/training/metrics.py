@@ -57,7 +57,7 @@ class Meter:
         `loss[i]` and `accuracy[i]` are over the rows counted at step i; `data_wait` is the share of time
         this process waited for data, of `waited` seconds in all.
         """
-        losses, hits, rows = processes.sum(self._sums).double().cpu()
+        losses, hits, rows = processes.sum(self._sums).cpu().double()
         seconds = max(time.monotonic() - self._started, 1e-9)
         report = {
             "loss": _ratios(losses, rows),
