@@ -28,7 +28,7 @@ app = typer.Typer(
 for _command in (prepare, inspect, extract, train, eval, generate, export, demo):
     app.command(name=_command.NAME, help=_command.HELP, epilog=_command.EXAMPLES)(_command.run)
 
-_USAGE_ERROR = typer.BadParameter.__mro__[2]  # ClickException, wherever typer takes it from
+_USAGE_ERROR: type[Exception] = typer.BadParameter.__mro__[2]  # ClickException, wherever typer has it from
 
 
 @app.callback(invoke_without_command=True)

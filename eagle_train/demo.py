@@ -54,7 +54,7 @@ def demo(out: str | Path) -> dict[str, Any]:
         prepare([str(built_in_conversations())], target, folder / "rows")
     with clock.stage("extract"):
         dtype = "bf16" if computes_in_bf16(default_device()) else "fp32"
-        settings = {"features": "eagle3", "dtype": dtype}
+        settings: dict[str, Any] = {"features": "eagle3", "dtype": dtype}
         rows, shards = folder / "rows", folder / "shards"
         if start_workers(rows, target, shards, None, settings) is None:
             extract(rows, target, shards, **settings)

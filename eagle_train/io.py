@@ -141,6 +141,13 @@ def save_tensors(
                 if words in str(error):
                     raise OSError(number, os.strerror(number)) from error
             raise
+        temporary.chmod(0o666 & ~_umask())  # safetensors makes its files private
+
+
+def _umask() -> int:
+    mask = os.umask(0o022)
+    os.umask(mask)
+    return mask
 
 
 def load_tensors(path: str | os.PathLike[str]) -> tuple[dict[str, torch.Tensor], dict[str, str]]:

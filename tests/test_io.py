@@ -78,3 +78,10 @@ def test_user_error_is_one_line_and_nearest_names_help():
 
 def test_sha256_json_ignores_key_order():
     assert sha256_json({"a": 1, "b": 2}) == sha256_json({"b": 2, "a": 1}) != sha256_json({"a": 2, "b": 1})
+
+
+def test_tensor_files_are_as_readable_as_any_new_file(tmp_path):
+    save_tensors(tmp_path / "a.safetensors", {"x": torch.zeros(2)})
+    write_json(tmp_path / "b.json", {})
+    modes = {(tmp_path / name).stat().st_mode & 0o777 for name in ("a.safetensors", "b.json")}
+    assert len(modes) == 1
