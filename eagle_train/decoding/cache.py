@@ -67,7 +67,7 @@ class TargetCache(Cache):
 
     def keep(self, start: int, kept: Sequence[int]) -> None:
         """Of the rows from `start` on keep those at the offsets `kept`, ascending; forget the others."""
-        offsets = torch.tensor(kept)
+        offsets = torch.tensor(kept, dtype=torch.int64)
         for layer in self.layers:
             cast(GrowingLayer, layer).keep(start, offsets)
 

@@ -119,14 +119,23 @@ class _Comparison:
         settings = replace(self.settings, seed=self.settings.seed + self._answered)
         if not self._answered:
             self._warm_up(prompt)
+        methods: list[Drafter | None] = [None, *self.drafters]
+        first = self._answered % len(methods)  # each method goes first in its turn
         self._answered += 1
-        alone = plain(self.target, prompt, settings)
+        made = {}
+        for number in [*range(first, len(methods)), *range(first)]:
+            drafter = methods[number]
+            if drafter is None:
+                made[number] = plain(self.target, prompt, settings)
+            else:
+                made[number] = generate(self.target, drafter, prompt, settings)
+        alone = made[0]
         self.plain.add(alone, category)
-        for drafter, tally, differences in zip(self.drafters, self.tallies, self.differences, strict=True):
-            made = generate(self.target, drafter, prompt, settings)
-            tally.add(made, category)
-            if settings.sampling.greedy and made.ids != alone.ids:
-                differences.append({"question": name, "turn": turn + 1, **self._gap(prompt, alone, made)})
+        for number, (tally, differences) in enumerate(zip(self.tallies, self.differences, strict=True), 1):
+            tally.add(made[number], category)
+            if settings.sampling.greedy and made[number].ids != alone.ids:
+                place = {"question": name, "turn": turn + 1}
+                differences.append({**place, **self._gap(prompt, alone, made[number])})
         return alone
 
     def _warm_up(self, prompt: list[int]) -> None:
