@@ -71,7 +71,7 @@ def _loop(session: Session, interrupt: Interrupt, log: Log, bar: Progress) -> bo
     processes, state, run = session.processes, session.state, session.recipe.run
     meter = Meter(session.loader.num_steps, processes.device)
     begun = time.monotonic() - state.seconds
-    stop = False
+    stop, words = False, ""
     with closing(ReadAhead(session.loader.training(session.windows()))) as micros:
         for micro in micros:
             meter.add(_accumulate(session, micro))
@@ -95,11 +95,11 @@ def _loop(session: Session, interrupt: Interrupt, log: Log, bar: Progress) -> bo
                 log.write(
                     {"epoch": micro.window.epoch, **report, "lr": lr, "grad_norm": norm, **evaluated(found)}
                 )
-                bar.advance(0, note(report, state))
+                words = note(report, state)
             if save:
                 with meter.paused():
                     session.save()
-            bar.advance(1)
+            bar.advance(1, words)
             if end:
                 break
     return not stop
