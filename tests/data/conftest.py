@@ -115,7 +115,7 @@ def templates() -> dict[str, str]:
 @pytest.fixture(scope="session")
 def byte_level() -> Callable[[str | None], Any]:
     """Make a byte-level BPE tokenizer (GPT-2, Llama-3, Qwen) with the named template, or with none."""
-    return lambda name=None: _byte_level(_TEXTS[name] if name else None)
+    return lambda name=None: _byte_level(_TEXTS[name] if name else None, swallowing=name == "phi")
 
 
 @pytest.fixture(scope="session")
@@ -124,7 +124,7 @@ def sentence_piece() -> Callable[[str | None], Any]:
     return lambda name=None: _sentence_piece(_TEXTS[name] if name else None)
 
 
-def _byte_level(template: str | None) -> Any:
+def _byte_level(template: str | None, swallowing: bool) -> Any:
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
@@ -135,7 +135,8 @@ def _byte_level(template: str | None) -> Any:
         vocab_size=500, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), special_tokens=_SPECIAL
     )
     backend.train_from_iterator(_CORPUS, trainer)
-    backend.add_special_tokens([AddedToken(text, special=True, rstrip=True) for text in _SWALLOWING])
+    if swallowing:
+        backend.add_special_tokens([AddedToken(text, special=True, rstrip=True) for text in _SWALLOWING])
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token="</s>")
     tokenizer.chat_template = template
     return tokenizer

@@ -383,6 +383,21 @@ texts = st.lists(pieces, min_size=1, max_size=20).map("".join).filter(str.strip)
 talks = st.lists(st.tuples(texts, texts), min_size=1, max_size=4)
 
 
+@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(parts=st.lists(texts | st.sampled_from(["<|im_end|>", "<s>", "<|end|>", "<|end|>\n"]), max_size=8))
+def test_history_by_its_parts_has_the_tokens_of_the_whole(
+    byte_level: Any, sentence_piece: Any, parts: list[str]
+) -> None:
+    for tokenizer, by_parts in (
+        (byte_level("chatml"), True),
+        (byte_level("phi"), False),
+        (sentence_piece("chatml"), False),
+    ):
+        encoder = encoder_of(tokenizer)
+        assert (encoder._splits_cleanly and encoder._starts_clean) == by_parts
+        assert encoder._ids_of_history("".join(parts)) == encoder._ids("".join(parts))
+
+
 @pytest.mark.parametrize("name", ["chatml", "qwen-thinking", "mistral", "phi", "plain"])
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(exchanges=talks)
