@@ -31,7 +31,7 @@ RECIPE = "eagle3-smollm2"
 NUM_QUESTIONS = 20
 NEW_TOKENS = 64
 CHAIN = Chain(3)
-TREE = Dynamic(total_tokens=26, top_k=6, depth=5)
+TREE = Dynamic(total_tokens=26, top_k=8, depth=3)
 
 
 def built_in_conversations() -> Path:
