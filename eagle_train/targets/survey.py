@@ -22,6 +22,7 @@ from eagle_train.targets import checkpoint
 from eagle_train.targets.capture import check_layer_ids, default_layer_ids
 from eagle_train.targets.load import default_device, dtype_name, parse_dtype
 
+_WORTH_SHARING = 5e11  # operations of the forwards; below, starting workers takes longer than the work
 _BATCH_TOKENS = {"cpu": 4096, "cuda": 16_384}
 
 
@@ -172,16 +173,24 @@ def refuse_full_disk(work: Survey, out: Path) -> None:
 
 
 def default_processes(work: Survey, out: Path) -> int:
-    """Return how many workers to start on this machine: one a GPU; one a core where memory allows."""
+    """Return how many workers to start on this machine: one a GPU; one a core where memory allows.
+
+    Never more than there are shards to do, and one where the work is smaller than starting others.
+    """
     if work.device.type == "cuda":
         most = torch.cuda.device_count()
     else:
         weights = work.num_parameters * work.dtype.itemsize
         most = max(1, min(num_cores() // work.plan.setting.threads, _fitting(weights)))
     known = Plan.load(out) if (out / PLAN).is_file() else None
-    shards = range(len(work.plan.shards))
-    todo = sum(known is None or finished_shard(out, known, number) is None for number in shards)
-    return max(1, min(most, todo))
+    todo = [
+        shard.tokens
+        for number, shard in enumerate(work.plan.shards)
+        if known is None or finished_shard(out, known, number) is None
+    ]
+    if 2 * work.num_parameters * sum(todo) < _WORTH_SHARING:
+        return 1
+    return max(1, min(most, len(todo)))
 
 
 def num_cores() -> int:

@@ -146,6 +146,16 @@ def test_a_missing_or_cut_shard_is_made_anew_with_the_same_bytes(run: Run, tmp_p
     assert _bytes(tmp_path / "out") == before
 
 
+def test_a_shard_of_another_extraction_is_made_anew(
+    run: Run, tmp_path: Path, tiny_shards_eagle1_dir: Path
+) -> None:
+    run()
+    before = _bytes(tmp_path / "out")
+    shutil.copy(tiny_shards_eagle1_dir / "shard-00002.safetensors", tmp_path / "out")
+    assert run()["shards_done_here"] == 1
+    assert _bytes(tmp_path / "out") == before
+
+
 def test_finished_work_is_not_done_again(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     run()
     monkeypatch.setattr(room, "run_batch", None)
@@ -175,6 +185,15 @@ def test_going_on_with_another_setting_is_refused(run: Run, change: dict[str, An
     run()
     with pytest.raises(UserError, match=words):
         run(**change)
+
+
+def test_another_setting_is_refused_before_the_weights_are_loaded(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run()
+    monkeypatch.setattr(room, "load_target", None)
+    with pytest.raises(UserError, match="codec bf16; this run has fp32"):
+        run(codec="fp32")
 
 
 def test_going_on_with_another_target_or_rows_is_refused(
