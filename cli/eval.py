@@ -69,6 +69,9 @@ def run(
         help="No decoding: a chain's acceptance from shards, or from a file of the target's answers.",
     ),
     seed: int = typer.Option(0, "--seed", help="Seed of the draws when sampling."),
+    device_map: str | None = typer.Option(
+        None, "--device-map", help="auto spreads a target over all devices that it needs."
+    ),
     trust_remote_code: bool = typer.Option(
         False, "--trust-remote-code", help="Run code that the target brings along."
     ),
@@ -80,8 +83,9 @@ def run(
     from eagle_train.decoding.sampling import Sampling
     from eagle_train.errors import UserError
     from eagle_train.evaluation.evaluate import evaluate, parse_shape
-    from eagle_train.evaluation.report import lines
+    from eagle_train.evaluation.report import lines, warn_in_one_line
 
+    warn_in_one_line()
     if target is None:
         raise UserError("eagle eval: no --target; give the model that the head was trained for")
     sizes = {"gamma": gamma, "tree_tokens": tree_tokens, "top_k": top_k, "depth": depth}
@@ -97,6 +101,7 @@ def run(
         dtype=dtype,
         chat_template=chat_template,
         trust_remote_code=trust_remote_code,
+        device_map=device_map,
         seed=seed,
     )
     if as_json:

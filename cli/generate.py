@@ -55,7 +55,9 @@ def run(
     from eagle_train.decoding.sampling import Sampling
     from eagle_train.evaluation.evaluate import parse_shape
     from eagle_train.evaluation.live import answer_live
+    from eagle_train.evaluation.report import warn_in_one_line
 
+    warn_in_one_line()
     text = sys.stdin.read() if prompt is None else prompt
     shape = None
     if draft is not None:

@@ -109,11 +109,9 @@ class StaticShape:
         return cls.from_paths([(0,) * depth for depth in range(1, gamma + 1)])
 
     @cached_property
-    def levels(self) -> tuple[tuple[Tensor, Tensor, tuple[int, ...]], ...]:
-        """What to grow at each depth: (row of each node's parent in the last logits, rank, rows to expand).
-
-        Rows to expand are the new nodes that have children, numbered within their depth.
-        """
+    def levels(self) -> tuple[tuple[Tensor, Tensor, int, tuple[int, ...]], ...]:
+        """What to grow at each depth: row of each node's parent in the last logits, ranks, their number, and
+        which new nodes have children and are expanded, numbered within their depth."""
         inner = set(self.parents)
         row_of = {0: 0}
         levels = []
@@ -123,7 +121,7 @@ class StaticShape:
             ranks = torch.tensor([self.ranks[node] for node in nodes])
             expanded = [i for i, node in enumerate(nodes) if node in inner]
             row_of = {nodes[i]: row for row, i in enumerate(expanded)}
-            levels.append((rows, ranks, tuple(expanded)))
+            levels.append((rows, ranks, int(ranks.max()) + 1, tuple(expanded)))
         return tuple(levels)
 
 
@@ -150,9 +148,9 @@ def grow_static(logits: Tensor, expand: Expand, shape: StaticShape) -> tuple[Ten
         )
     rows_of_logits = logits[None]  # (1, D)
     first_slot, next_slot, tokens = 0, 1, []
-    for rows, ranks, expanded in shape.levels:
+    for rows, ranks, width, expanded in shape.levels:
         rows, ranks = rows.to(logits.device), ranks.to(logits.device)
-        best = rows_of_logits.topk(int(ranks.max()) + 1, dim=-1).indices  # (k, ranks)
+        best = rows_of_logits.topk(width, dim=-1).indices  # (k, ranks)
         tokens.append(best[rows, ranks])
         if expanded:
             chosen = torch.tensor(expanded, device=logits.device)

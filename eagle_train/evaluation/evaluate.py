@@ -36,6 +36,7 @@ def evaluate(
     dtype: str = "auto",
     chat_template: str | None = None,
     trust_remote_code: bool = False,
+    device_map: str | None = None,
     seed: int = 0,
     show: bool = True,
 ) -> dict[str, Any]:
@@ -53,7 +54,7 @@ def evaluate(
     change.
     """
     if not isinstance(target, Target):
-        target = load_target(target, dtype=dtype, trust_remote_code=trust_remote_code)
+        target = load_target(target, dtype=dtype, trust_remote_code=trust_remote_code, device_map=device_map)
     head_name = str(head) if isinstance(head, str | Path) else "as given"
     if isinstance(head, str | Path):
         head = open_head(head)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,7 @@ def predict(
     gamma: int = 3,
     dtype: str = "auto",
     device: str | torch.device = "cpu",
+    rows: Sequence[int] | None = None,
     chat_template: str | None = None,
     trust_remote_code: bool = False,
     show: bool = True,
@@ -45,8 +47,9 @@ def predict(
     `texts` is a folder of shards, or conversations in any form that prepare reads, for which `target` is
     needed: its features are then taken, unrounded, into a temporary folder. The head runs in float32. Exact
     where the target wrote the answers greedily and its features are not rounded, close where they are, a
-    mere estimate on other people's answers. Where `head` is a run trained on these very shards, only the
-    conversations that it held out are read. Raises UserError for anything the user must change.
+    mere estimate on other people's answers. `rows` chooses rows of shards; None means all, but where `head`
+    is a run trained on these very shards only the conversations that it held out. Raises UserError for
+    anything the user must change.
     """
     if gamma < 1:
         raise UserError(f"gamma: got {gamma}, wanted at least 1")
@@ -54,7 +57,9 @@ def predict(
     name = str(head) if isinstance(head, str | Path) else "as given"
     if (Path(texts) / MANIFEST).is_file():
         shards = open_shards(texts)
-        rows, which = _rows_to_read(head, shards)
+        which = "as given"
+        if rows is None:
+            rows, which = _rows_to_read(head, shards)
         counts = _counts(loaded, shards, rows, gamma, device, show)
     elif target is None:
         raise UserError(
@@ -103,7 +108,7 @@ def predict(
 
 
 def _counts(
-    head: Head, shards: Shards, rows: list[int], gamma: int, device: str | torch.device, show: bool
+    head: Head, shards: Shards, rows: Sequence[int], gamma: int, device: str | torch.device, show: bool
 ) -> AcceptanceCounts:
     _check(head.config, shards)
     head = head.to(device=device, dtype=torch.float32).eval()

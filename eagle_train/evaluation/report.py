@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
+
+
+def warn_in_one_line() -> None:
+    """Let warnings of a command reach the terminal as a sentence, without file and line."""
+    warnings.formatwarning = lambda message, *_, **__: f"warning: {message}\n"  # type: ignore[assignment]
 
 
 def draft_name(tree: dict[str, Any]) -> str:
