@@ -14,6 +14,8 @@ from eagle_train.heads.precision import wide
 
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+# Torch 2.8 reads key heads by the number of the query head, past the end where they are fewer.
+_SHARES_KEY_HEADS = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 10)
 _SCORES_AT_ONCE = 1 << 24  # elements of a block of scores in the portable path
 
 
@@ -28,6 +30,8 @@ def block_forward(
     q, keys, values = wide(q), wide(keys), wide(values)
     if q.device.type != "cpu":
         return _portable_forward(q, keys, values, causal, scale)
+    if not _SHARES_KEY_HEADS:
+        keys, values = _per_query_head(keys, q), _per_query_head(values, q)
     out, lse = _flash(_batched(q), _batched(keys), _batched(values), 0.0, causal, scale=scale)
     return out[0].transpose(0, 1), lse[0].transpose(0, 1)
 
@@ -49,6 +53,9 @@ def block_backward(
     gradient, q, keys, values, out = (wide(x) for x in (gradient, q, keys, values, out))
     if q.device.type != "cpu":
         return _portable_backward(gradient, q, keys, values, out, lse, causal, scale)
+    kv_heads = keys.shape[1]
+    if not _SHARES_KEY_HEADS:
+        keys, values = _per_query_head(keys, q), _per_query_head(values, q)
     found = _flash_backward(
         *(_batched(x) for x in (gradient, q, keys, values, out)),
         lse.transpose(0, 1)[None],
@@ -56,7 +63,8 @@ def block_backward(
         causal,
         scale=scale,
     )
-    return tuple(x[0].transpose(0, 1) for x in found)  # type: ignore[return-value]
+    dq, dkeys, dvalues = (x[0].transpose(0, 1) for x in found)
+    return dq, _per_key_head(dkeys, kv_heads), _per_key_head(dvalues, kv_heads)
 
 
 def _batched(x: Tensor) -> Tensor:
@@ -98,7 +106,7 @@ def _portable_backward(
         dscores = weights * (dweights - delta[at].T[..., None]) * scale
         dq[at] = torch.einsum("hck,khd->chd", dscores, keys)
         dkeys += torch.einsum("hck,chd->khd", dscores, q[at])
-    return dq, dkeys.unflatten(1, (kv_heads, -1)).sum(2), dvalues.unflatten(1, (kv_heads, -1)).sum(2)
+    return dq, _per_key_head(dkeys, kv_heads), _per_key_head(dvalues, kv_heads)
 
 
 def _spans(q: Tensor, keys: Tensor) -> list[tuple[int, int]]:
@@ -108,6 +116,11 @@ def _spans(q: Tensor, keys: Tensor) -> list[tuple[int, int]]:
 
 def _per_query_head(x: Tensor, q: Tensor) -> Tensor:
     return x.repeat_interleave(q.shape[1] // x.shape[1], dim=1)
+
+
+def _per_key_head(x: Tensor, kv_heads: int) -> Tensor:
+    """Sum the gradients of one key head over the query heads that share it."""
+    return x if x.shape[1] == kv_heads else x.unflatten(1, (kv_heads, -1)).sum(2)
 
 
 def _scores(q: Tensor, keys: Tensor, first: int, causal: bool, scale: float) -> Tensor:
