@@ -16,6 +16,7 @@ from eagle_train.heads.ttt import unroll
 from eagle_train.losses.regression import smooth_l1_rows
 from eagle_train.losses.vocabulary import vocabulary_loss
 from eagle_train.training.step_result import StepResult, nothing_counted
+from eagle_train.training.teacher import Teacher
 
 if TYPE_CHECKING:
     from eagle_train.shards.batches import PackedBatch
@@ -44,7 +45,7 @@ class Eagle1Step(nn.Module):
         noise_seed: int = 0,
     ) -> None:
         super().__init__()
-        self.head, self.frozen = head, frozen
+        self.head, self.frozen, self.teacher = head, frozen, Teacher(frozen)
         self.feature_weight, self.token_weight, self.noise = feature_weight, token_weight, noise
         self.noise_generator = torch.Generator().manual_seed(noise_seed)
 
@@ -58,13 +59,13 @@ class Eagle1Step(nn.Module):
         step = next(iter(unroll(self.head, self.frozen, batch, 1, counted)), None)
         if step is None:
             return nothing_counted(self.head, 1, batch.input_ids.device)
-        label = batch.label0[step.index]
+        label, teacher = batch.label0[step.index], self.teacher()
         share = (1 / counts[0].clamp(min=1)).float()
         feature_loss = smooth_l1_rows(step.out, batch.label_last[label])  # [C]
         token_loss = vocabulary_loss(
             step.out,
-            self.frozen.lm_head,
-            self.frozen,
+            teacher.lm_head,
+            teacher,
             batch.label_last,
             label,
             batch.label_argmax[label],

@@ -14,6 +14,7 @@ from eagle_train.heads.eagle3 import Eagle3Head
 from eagle_train.heads.ttt import unroll
 from eagle_train.losses.vocabulary import vocabulary_loss
 from eagle_train.training.step_result import StepResult, nothing_counted, per_step
+from eagle_train.training.teacher import Teacher
 
 if TYPE_CHECKING:
     from eagle_train.shards.batches import PackedBatch
@@ -29,8 +30,7 @@ class Eagle3Step(nn.Module):
         super().__init__()
         self.head, self.frozen = head, frozen
         self.num_steps, self.step_decay = num_steps, step_decay
-        self.target = frozen.restrict(head.draft_ids)  # its output map, of draft-vocabulary rows alone
-        self._rounded: FrozenTarget | None = None  # the same for autocast's products
+        self.teacher = Teacher(frozen.restrict(head.draft_ids))  # draft-vocabulary rows of the output map
         draft_of = torch.full((head.config.vocab_size,), -1, dtype=torch.int64)
         draft_of[head.draft_ids.cpu()] = torch.arange(len(head.draft_ids))
         self.draft_of = draft_of.to(head.draft_ids.device)  # [V], draft id of each target id, -1 outside
@@ -56,7 +56,7 @@ class Eagle3Step(nn.Module):
         result = vocabulary_loss(
             self.head.final(torch.cat(outs)[kept]),
             self.head.lm_head.weight,
-            self._teacher(),
+            self.teacher(),
             batch.label_last,
             label[kept],
             best[kept],
@@ -68,13 +68,3 @@ class Eagle3Step(nn.Module):
             per_step(result.hits.long(), step[kept], self.num_steps),
             rows,
         )
-
-    def _teacher(self) -> FrozenTarget:
-        """Return the target's restricted output map in the dtype of this step's products."""
-        device = self.target.device.type
-        if not torch.is_autocast_enabled(device):
-            return self.target
-        dtype = torch.get_autocast_dtype(device)
-        if self._rounded is None or self._rounded.dtype != dtype:
-            self._rounded = self.target.to(dtype=dtype)
-        return self._rounded
