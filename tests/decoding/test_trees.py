@@ -111,6 +111,18 @@ def test_a_certain_head_gives_a_chain_in_order_although_all_scores_tie():
     assert parents == (-1, 0, 1, 2, 3)
 
 
+def test_a_frontier_node_barely_better_than_the_worst_kept_is_still_expanded():
+    def sure(draft_ids: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+        return torch.tensor([[0.9, 0.05, 0.05]]).log().repeat(len(draft_ids), 1)
+
+    first = torch.tensor([0.5, 0.46, 0.04]).log()  # the best child, 0.5 * 0.9, stays below the second
+    tokens, parents, _ = grow_dynamic(first, sure, total_tokens=3, top_k=2, depth=2)
+    assert (tokens.tolist(), parents) == ([0, 1], (-1, 0, 0))
+    first = torch.tensor([0.5, 0.44, 0.06]).log()  # here it comes above
+    tokens, parents, _ = grow_dynamic(first, sure, total_tokens=3, top_k=2, depth=2)
+    assert (tokens.tolist(), parents) == ([0, 0], (-1, 0, 1))
+
+
 def test_a_tie_at_the_cut_keeps_the_parent():
     """Two first guesses of probability .9 and .1, each with a certain child: the third place is a tie."""
 
