@@ -47,16 +47,16 @@ def main(arguments: list[str] | None = None) -> NoReturn:
         code = app(args=arguments, standalone_mode=False)
     except UserError as error:
         code = _say(f"error: {error}", 2)
-    except typer.Abort:
-        code = _say("interrupted; what was finished is kept, the same command again goes on", 130)
-    except KeyboardInterrupt:
-        code = _say("interrupted; what was finished is kept, the same command again goes on", 130)
+    except (typer.Abort, KeyboardInterrupt):
+        code = 130
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = 0
     except _USAGE_ERROR as error:
         error.show()  # type: ignore[attr-defined]
         code = 2
+    if code == 130:  # also where typer itself turned Ctrl-C into this code
+        _say("interrupted; what was finished is kept, the same command again goes on", 130)
     sys.exit(code if isinstance(code, int) else 0)
 
 

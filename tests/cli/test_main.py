@@ -1,0 +1,53 @@
+"""Exit codes and the one line that explains them, through the real command."""
+
+import subprocess
+import sys
+
+import pytest
+
+INTERRUPTED = "interrupted; what was finished is kept, the same command again goes on"
+
+
+def run_with(body: str) -> subprocess.CompletedProcess:
+    """Run ``eagle export`` in a process of its own, its work replaced by `body`."""
+    program = (
+        "import os, signal, sys\n"
+        "from eagle_cli import main\n"
+        "from eagle_train.errors import UserError\n"
+        "import eagle_train.export.export as room\n"
+        f"def work(*args, **settings):\n    {body}\n"
+        "room.export = work\n"
+        "main.main(['export', 'run', '--engine', 'vllm', '--out', 'head'])\n"
+    )
+    return subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+
+
+@pytest.mark.parametrize(
+    ("body", "code", "line"),
+    [
+        ("raise UserError('run: no such folder; train one')", 2, "error: run: no such folder; train one"),
+        ("os.kill(os.getpid(), signal.SIGINT)", 130, INTERRUPTED),
+        ("os.kill(os.getpid(), signal.SIGTERM)", 130, INTERRUPTED),
+    ],
+)
+def test_errors_and_interrupts_are_one_line_and_a_code(body, code, line):
+    ran = run_with(body)
+    assert ran.returncode == code
+    assert ran.stderr.strip().splitlines()[-1] == line
+    assert "Traceback" not in ran.stderr
+
+
+def test_a_bug_shows_its_traceback_and_is_1():
+    ran = run_with("raise ZeroDivisionError")
+    assert ran.returncode == 1
+    assert "Traceback" in ran.stderr
+
+
+@pytest.mark.parametrize("arguments", [["nope"], ["prepare"], ["train", "x", "--no-such-option"]])
+def test_a_mistyped_command_is_2(arguments):
+    ran = subprocess.run(
+        [sys.executable, "-m", "eagle_cli.main", *arguments], capture_output=True, text=True, timeout=60
+    )
+    assert ran.returncode == 2
+    assert "Traceback" not in ran.stderr
+    assert ran.stdout == ""
