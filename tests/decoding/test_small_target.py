@@ -24,7 +24,7 @@ from eagle_train.training.eagle3_step import Eagle3Step
 
 pytestmark = pytest.mark.slow
 
-NUM_TEXTS, LENGTH = 6, 40
+NUM_TEXTS, LENGTH = 5, 32
 Text = tuple[list[int], list[int]]  # prompt, greedy answer
 
 
@@ -107,20 +107,22 @@ def test_predicted_acceptance_equals_the_loops_and_the_output_is_plain_decodings
 
 
 def test_bf16_comes_near(target, texts, small_target_dir):
-    """Features rounded to bf16, and a loop in bf16 on its own texts: within 0.1 of the exact figure."""
+    """Features rounded to bf16, and a loop all in bf16 where it writes plain decoding's text: within 0.1."""
     head, batch = trained(target, texts, "eagle3")
     exact = greedy_chain(chain_hits(head, target.frozen(), batch, 3), batch)
     rounded = replace(batch, feature=batch.feature.bfloat16().float())
-    assert greedy_chain(chain_hits(head, target.frozen(), rounded, 3), batch).tau == pytest.approx(
-        exact.tau, abs=0.1
-    )
+    of_rounded = greedy_chain(chain_hits(head, target.frozen(), rounded, 3), batch)
+    assert of_rounded.tau == pytest.approx(exact.tau, abs=0.1)
     half = load_target(str(small_target_dir), dtype="bf16", device="cpu")
-    their = answers(half)
-    batch16 = pack([row(half, head.config.feature_layers, *text) for text in their], "eagle3")
-    head = head.bfloat16()
-    predicted = greedy_chain(chain_hits(head, half.frozen(), batch16, 3), batch16)
-    drafter, total = HeadDrafter(head, half, Chain(3)), AcceptanceCounts()
-    for prompt, _ in their:
-        total += generate(half, drafter, prompt, Settings(max_new_tokens=LENGTH)).counts
-    assert total.tau == pytest.approx(predicted.tau, abs=0.1)
-    print(f"tau: fp32 {exact.tau:.3f}; bf16 predicted {predicted.tau:.3f}, measured {total.tau:.3f}")
+    drafter = HeadDrafter(head.bfloat16(), half, Chain(3))
+    predicted = measured = AcceptanceCounts()
+    for prompt, answer in answers(half):
+        made = generate(half, drafter, prompt, Settings(max_new_tokens=LENGTH))
+        if made.ids == answer:  # a near-tie may flip with the number of rows in a forward
+            alone = pack([row(half, head.config.feature_layers, prompt, answer)], "eagle3")
+            predicted += greedy_chain(chain_hits(head, half.frozen(), alone, 3), alone)
+            measured += made.counts
+    print(f"tau: exact {exact.tau:.3f}, features in bf16 {of_rounded.tau:.3f}; all in bf16, on equal texts: ")
+    print(f"predicted {predicted.tau:.3f}, measured {measured.tau:.3f}, {measured.tokens} tokens")
+    assert measured.tokens > 0
+    assert measured.tau == pytest.approx(predicted.tau, abs=0.1)
