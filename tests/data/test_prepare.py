@@ -342,6 +342,7 @@ def test_an_interrupted_run_leaves_nothing_and_no_worker(
 _COMMAND = [sys.executable, "-m", "eagle_cli.main", "prepare"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("sent", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 130), (signal.SIGKILL, -9)]
 )
