@@ -15,7 +15,7 @@ EXAMPLES = """
 
     eagle demo
 
-    eagle demo --out /tmp/eagle-demo
+    eagle demo --out trial/
 
     eagle demo --json
 """
