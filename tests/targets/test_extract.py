@@ -156,6 +156,18 @@ def test_a_shard_of_another_extraction_is_made_anew(
     assert _bytes(tmp_path / "out") == before
 
 
+def test_a_manifest_that_no_longer_holds_is_taken_away_at_once(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run()
+    (tmp_path / "out" / "shard-00001.safetensors").unlink()
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "0")  # the missing shard is the other worker's
+    assert not run()["complete"]
+    with pytest.raises(UserError, match="extraction is not finished"):
+        open_shards(tmp_path / "out")
+
+
 def test_finished_work_is_not_done_again(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     run()
     monkeypatch.setattr(room, "run_batch", None)
