@@ -46,10 +46,12 @@ def run(
         help="chain, static (EAGLE-1's tree) or dynamic (EAGLE-2's); repeat it to compare. Default static "
         "for an eagle1 head, dynamic for eagle3.",
     ),
-    gamma: int = typer.Option(3, "--gamma", help="Guesses of a chain."),
-    tree_tokens: int = typer.Option(60, "--tree-tokens", help="Nodes of a dynamic tree, its root counted."),
-    top_k: int = typer.Option(10, "--top-k", help="Beams of a dynamic tree, and children of each."),
-    depth: int = typer.Option(8, "--depth", help="Levels of guesses of a dynamic tree."),
+    gamma: int = typer.Option(3, "--gamma", max=256, help="Guesses of a chain."),
+    tree_tokens: int = typer.Option(
+        60, "--tree-tokens", max=4096, help="Nodes of a dynamic tree with its root."
+    ),
+    top_k: int = typer.Option(10, "--top-k", max=1024, help="Beams of a dynamic tree, and children of each."),
+    depth: int = typer.Option(8, "--depth", max=256, help="Levels of guesses of a dynamic tree."),
     temperature: float = typer.Option(0.0, "--temperature", help="0 is greedy."),
     top_p: float = typer.Option(
         1.0, "--top-p", help="Sample from the smallest set with this much probability."
@@ -68,7 +70,7 @@ def run(
         metavar="TEXTS",
         help="No decoding: a chain's acceptance from shards, or from a file of the target's answers.",
     ),
-    seed: int = typer.Option(0, "--seed", help="Seed of the draws when sampling."),
+    seed: int = typer.Option(0, "--seed", min=0, max=2**63 - 1, help="Seed of the draws when sampling."),
     device_map: str | None = typer.Option(
         None, "--device-map", help="auto spreads a target over all devices that it needs."
     ),
@@ -82,13 +84,15 @@ def run(
 
     from eagle_train.decoding.sampling import Sampling
     from eagle_train.errors import UserError
-    from eagle_train.evaluation.evaluate import evaluate, parse_shape
+    from eagle_train.evaluation.evaluate import evaluate, parse_shape, refuse_idle_sizes
     from eagle_train.evaluation.report import lines, warn_in_one_line
 
     warn_in_one_line()
     if target is None:
         raise UserError("eagle eval: no --target; give the model that the head was trained for")
     sizes = {"gamma": gamma, "tree_tokens": tree_tokens, "top_k": top_k, "depth": depth}
+    if not draft:
+        refuse_idle_sizes(sizes)
     report = evaluate(
         head,
         target,

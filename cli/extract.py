@@ -45,15 +45,20 @@ def run(
     device_map: str | None = typer.Option(
         None, "--device-map", help="Spread one model over all devices, for example auto; one process."
     ),
-    threads: int | None = typer.Option(None, "--threads", help="Threads of one worker on a CPU; default 1."),
+    threads: int | None = typer.Option(
+        None, "--threads", min=1, max=4096, help="Threads of a CPU worker; default 1."
+    ),
     batch_tokens: int | None = typer.Option(
-        None, "--batch-tokens", help="Tokens of one batch, padding included; default 4096, on a GPU 16384."
+        None,
+        "--batch-tokens",
+        min=1,
+        help="Tokens of a batch with its padding; default 4096, on a GPU 16384.",
     ),
     shard_tokens: int | None = typer.Option(
-        None, "--shard-tokens", help="Tokens of one shard; default at most 32768."
+        None, "--shard-tokens", min=1, help="Tokens of one shard; default at most 32768."
     ),
     max_bad_rows: int | None = typer.Option(
-        None, "--max-bad-rows", help="Rows with NaN features to skip before stopping; default 1 %."
+        None, "--max-bad-rows", min=0, help="Rows with NaN features to skip before stopping; default 1 %."
     ),
     trust_remote_code: bool = typer.Option(
         False, "--trust-remote-code", help="Run code that the checkpoint brings along."

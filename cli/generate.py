@@ -26,12 +26,17 @@ def run(
         None, "--prompt", help="What to ask; default: read from standard input."
     ),
     draft: str | None = typer.Option(
-        None, "--draft", help="chain, static or dynamic; default static for eagle1, dynamic for eagle3 heads."
+        None,
+        "--draft",
+        help="chain, static or dynamic; default static for eagle1, dynamic for eagle3 heads; on a CPU "
+        "a chain is faster.",
     ),
-    gamma: int = typer.Option(3, "--gamma", help="Guesses of a chain."),
-    tree_tokens: int = typer.Option(60, "--tree-tokens", help="Nodes of a dynamic tree, its root counted."),
-    top_k: int = typer.Option(10, "--top-k", help="Beams of a dynamic tree, and children of each."),
-    depth: int = typer.Option(8, "--depth", help="Levels of guesses of a dynamic tree."),
+    gamma: int = typer.Option(3, "--gamma", max=256, help="Guesses of a chain."),
+    tree_tokens: int = typer.Option(
+        60, "--tree-tokens", max=4096, help="Nodes of a dynamic tree with its root."
+    ),
+    top_k: int = typer.Option(10, "--top-k", max=1024, help="Beams of a dynamic tree, and children of each."),
+    depth: int = typer.Option(8, "--depth", max=256, help="Levels of guesses of a dynamic tree."),
     temperature: float = typer.Option(0.0, "--temperature", help="0 is greedy."),
     top_p: float = typer.Option(
         1.0, "--top-p", help="Sample from the smallest set with this much probability."
@@ -44,7 +49,7 @@ def run(
     chat_template: str | None = typer.Option(
         None, "--chat-template", help="A Jinja file, or vicuna, or llama-2; default the tokenizer's own."
     ),
-    seed: int = typer.Option(0, "--seed", help="Seed of the draws when sampling."),
+    seed: int = typer.Option(0, "--seed", min=0, max=2**63 - 1, help="Seed of the draws when sampling."),
     trust_remote_code: bool = typer.Option(
         False, "--trust-remote-code", help="Run code that the target brings along."
     ),
@@ -53,15 +58,18 @@ def run(
     import sys
 
     from eagle_train.decoding.sampling import Sampling
-    from eagle_train.evaluation.evaluate import parse_shape
+    from eagle_train.evaluation.evaluate import parse_shape, refuse_idle_sizes
     from eagle_train.evaluation.live import answer_live
     from eagle_train.evaluation.report import warn_in_one_line
 
     warn_in_one_line()
     text = sys.stdin.read() if prompt is None else prompt
+    sizes = {"gamma": gamma, "tree_tokens": tree_tokens, "top_k": top_k, "depth": depth}
     shape = None
-    if draft is not None:
-        shape = parse_shape(draft, gamma=gamma, tree_tokens=tree_tokens, top_k=top_k, depth=depth)
+    if draft is None:
+        refuse_idle_sizes(sizes)
+    else:
+        shape = parse_shape(draft, **sizes)
     answer_live(
         head,
         target,

@@ -44,7 +44,7 @@ def main(arguments: list[str] | None = None) -> NoReturn:
     """Run one command and leave with its exit code."""
     signal.signal(signal.SIGTERM, _terminate)
     try:
-        code = app(args=arguments, standalone_mode=False)
+        code = app(args=arguments, prog_name="eagle", standalone_mode=False)
     except UserError as error:
         code = _say(f"error: {error}", 2)
     except (typer.Abort, KeyboardInterrupt):
@@ -53,11 +53,18 @@ def main(arguments: list[str] | None = None) -> NoReturn:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = 0
     except _USAGE_ERROR as error:
-        error.show()  # type: ignore[attr-defined]
-        code = 2
+        code = _say(f"error: {_usage(error)}", 2)
     if code == 130:  # also where typer itself turned Ctrl-C into this code
-        _say("interrupted; what was finished is kept, the same command again goes on", 130)
+        _say("interrupted; finished records are kept, give the same command again", 130)
     sys.exit(code if isinstance(code, int) else 0)
+
+
+def _usage(error: Exception) -> str:
+    """Return a mistyped command line's fault as one sentence with where to look."""
+    context = getattr(error, "ctx", None)
+    command = context.command_path if context is not None else "eagle"
+    text = " ".join(error.format_message().split())  # type: ignore[attr-defined]
+    return f"{command}: {text.rstrip('.')}; see {command} --help"
 
 
 def _terminate(signum: int, frame: object) -> NoReturn:

@@ -24,7 +24,10 @@ EXAMPLES = """
 def run(
     shards: Path = typer.Argument(..., metavar="SHARDS", help="The folder that eagle extract made."),
     recipe: str = typer.Option(
-        ..., "--recipe", help="A built-in recipe's name, or the path of a .yaml file."
+        ...,
+        "--recipe",
+        help="A built-in recipe (eagle1, eagle3, eagle3-smollm2, eagle3-llama3.1-8b, ...; a wrong name lists "
+        "all), or the path of a .yaml file.",
     ),
     out: Path = typer.Option(
         ..., "--out", help="Folder of the run: recipe, metrics, checkpoints, best, last."

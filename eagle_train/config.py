@@ -116,6 +116,7 @@ class Recipe:
         return yaml.safe_dump(self.to_dict(), sort_keys=False)
 
 
+_LENGTHS = {"epochs", "steps", "tokens"}  # of which a run has at most one
 _SECTIONS = {f.name: f.default_factory for f in dataclasses.fields(Recipe) if f.name != "name"}
 
 
@@ -132,12 +133,17 @@ def load_recipe(name_or_path: str | Path, overrides: typing.Sequence[str] = ()) 
     combination that cannot work; the message gives the nearest known name.
     """
     values = _read(str(name_or_path), seen=())
+    named: set[str] = set()
     for override in overrides:
         key, equals, text = override.partition("=")
         section, dot, name = key.strip().partition(".")
         if not equals or not dot:
             raise UserError(f"--set {override}: wanted SECTION.KEY=VALUE, such as optim.lr=1e-4")
-        _merge(values, {section: {name: _parse(text, f"--set {override}")}}, "--set")
+        value = _parse(text, f"--set {override}")
+        if section == "run" and name in _LENGTHS and value is not None:  # replaces the recipe's length
+            _merge(values, {"run": dict.fromkeys(_LENGTHS - named)}, "--set")
+            named.add(name)
+        _merge(values, {section: {name: value}}, "--set")
     return recipe_from_dict(values, Path(name_or_path).name.removesuffix(".yaml"))
 
 
@@ -192,7 +198,7 @@ def _find(name: str, beside: Path) -> Path:
 def _parse(text: str, where: str) -> Any:
     try:
         return yaml.safe_load(text)
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, ValueError) as error:  # ValueError: a date that does not exist
         raise UserError(f"{where}: not valid YAML ({error})") from error
 
 
@@ -301,6 +307,10 @@ def _check(recipe: Recipe) -> None:
         f"data.held_out: got {data.held_out}, wanted a share below 1 or a whole number of conversations",
     )
     budgets = [run.epochs, run.steps, run.tokens]
+    refuse_unless(
+        all(budget is None or budget < 2**53 for budget in budgets) and 0 <= run.seed < 2**63,
+        "run: epochs, steps and tokens must be below 2**53, seed below 2**63 and not negative",
+    )
     refuse_unless(
         sum(budget is not None for budget in budgets) <= 1,
         "run: more than one of epochs, steps, tokens; set all but one to null",

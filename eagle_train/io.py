@@ -34,6 +34,9 @@ _ADVICE = {
 }
 
 
+_HIDDEN = ((errno.ENOSPC, "No space left"), (errno.EDQUOT, "quota"), (errno.EFBIG, "File too large"))
+
+
 def os_error(path: str | os.PathLike[str], error: OSError) -> UserError:
     """Turn an operating-system error about `path` into the sentence a user reads."""
     advice = _ADVICE.get(error.errno or 0, "check the path")
@@ -137,7 +140,11 @@ def save_tensors(
         try:
             save_file(contiguous, str(temporary), metadata=dict(metadata) if metadata else None)
         except SafetensorError as error:  # it hides the operating system's error in its text
-            for number, words in ((errno.ENOSPC, "No space left"), (errno.EDQUOT, "quota")):
+            for number, words in (
+                (errno.ENOSPC, "No space left"),
+                (errno.EDQUOT, "quota"),
+                (errno.EFBIG, "File too large"),
+            ):
                 if words in str(error):
                     raise OSError(number, os.strerror(number)) from error
             raise

@@ -73,8 +73,9 @@ def test_extends_overrides_only_what_it_names(tmp_path):
         ("run.epochs=true", "run.epochs: got True (bool), wanted a whole number"),
         ("head.fc_norm=1", "head.fc_norm: got 1 (int), wanted true or false"),
         ("optim.betas=[0.9]", "optim.betas: got [0.9], wanted a list of 2"),
-        ("run.steps=10", "more than one of epochs, steps, tokens"),
         ("run.epochs=null", "no end; set one of"),
+        ("run.seed=99999999999999999999", "seed below 2**63"),
+        ("optim.lr=2026-13-45", "not valid YAML"),
         ("data.rows_per_step=4", "exactly one of tokens_per_step and rows_per_step"),
         ("head.kind=eagle1", "kind eagle1 has no fc_norm"),
         ("optim.lr=0", "learning rates must be above 0"),
@@ -110,3 +111,10 @@ def test_dicts_round_trip():
     recipe = load_recipe("eagle3-smollm2")
     assert recipe_from_dict(recipe.to_dict(), recipe.name) == recipe
     assert isinstance(recipe, Recipe)
+
+
+def test_a_length_given_by_override_replaces_the_recipes_own():
+    recipe = load_recipe("eagle3", ["run.tokens=1000"])
+    assert (recipe.run.epochs, recipe.run.steps, recipe.run.tokens) == (None, None, 1000)
+    with pytest.raises(UserError, match="more than one of epochs, steps, tokens"):
+        load_recipe("eagle3", ["run.tokens=1000", "run.steps=5"])

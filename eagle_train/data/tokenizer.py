@@ -28,7 +28,7 @@ def load_tokenizer(target: str, trust_remote_code: bool = False) -> Any:
         raise UserError(f"{target}: is a file; give a hub id, a directory or a .gguf file")
     try:
         return AutoTokenizer.from_pretrained(name, **arguments)
-    except (OSError, ValueError, ImportError, KeyError, AttributeError) as error:
+    except (OSError, ValueError, ImportError, KeyError, AttributeError, TypeError) as error:
         reason = str(error).strip().splitlines()
         raise UserError(
             f"{target}: no tokenizer could be loaded ({reason[0] if reason else type(error).__name__}); "

@@ -175,6 +175,22 @@ class _Comparison:
         return found
 
 
+_SIZES = {
+    "gamma": (3, "chain"),
+    "tree_tokens": (60, "dynamic"),
+    "top_k": (10, "dynamic"),
+    "depth": (8, "dynamic"),
+}
+
+
+def refuse_idle_sizes(sizes: dict[str, int]) -> None:
+    """Raise UserError where a draft's size was given on the command line but not the draft."""
+    for name, (usual, draft) in _SIZES.items():
+        if sizes[name] != usual:
+            option = name.replace("_", "-")
+            raise UserError(f"--{option} {sizes[name]}: of which draft? Give --draft {draft} with it")
+
+
 def parse_shape(name: str, *, gamma: int, tree_tokens: int, top_k: int, depth: int) -> Shape:
     """Return the shape that the command line names: chain, static or dynamic."""
     from eagle_train.errors import nearest

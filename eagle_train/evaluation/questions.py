@@ -58,7 +58,7 @@ def _records(path: str | Path | None, name: str) -> Iterator[tuple[Any, str]]:
         place = f"{name}, line {number}"
         try:
             yield json.loads(line), place
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise UserError(f"{place}: not valid JSON ({error}); correct or remove the line") from error
 
 
@@ -68,6 +68,8 @@ def _question(record: Any, place: str) -> Question:
         raise UserError(
             f"{place}: no turns; wanted MT-bench form: question_id, category and turns (a list of texts)"
         )
+    if any("\ud800" <= letter <= "\udfff" for turn in turns for letter in turn):
+        raise UserError(f"{place}: a turn holds half a surrogate pair, which is no text; correct it")
     if not all(turn.strip() for turn in turns):
         raise UserError(f"{place}: an empty turn; remove it")
     return Question(str(record.get("question_id", place)), str(record.get("category", "")), tuple(turns))

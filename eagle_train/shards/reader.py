@@ -45,6 +45,7 @@ class Shards:
         self.info = info
         self._index = index
         self._open: OrderedDict[int, dict[str, Tensor]] = OrderedDict()
+        self._verified: set[int] = set()
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_open": OrderedDict()}  # maps are opened anew in each process
@@ -129,6 +130,9 @@ class Shards:
                 f"{shard.path}: not the shard that {MANIFEST} lists ({shard.size:,} bytes, wanted "
                 f"{entry['bytes']:,}); run the same eagle extract again: it makes this shard anew"
             )
+        if number not in self._verified:  # read once before it is used
+            shard.verify()
+            self._verified.add(number)
         tensors = shard.map()
         lengths = tensors["spans"][:, 1] - tensors["spans"][:, 0] + 1
         running = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])

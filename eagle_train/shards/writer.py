@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from pathlib import Path
 from typing import Any
@@ -169,9 +170,18 @@ def finished_shard(folder: Path, plan: Plan, number: int) -> ShardFile | None:
         return None
     try:
         shard = open_shard(folder / shard_name(number))
+        if shard.header.get("plan") != plan.identity:
+            return None
+        _verify_once(shard.path, shard.path.stat().st_mtime_ns, shard.size)
     except UserError:
         return None
-    return shard if shard.header.get("plan") == plan.identity else None
+    return shard
+
+
+@functools.cache
+def _verify_once(path: Path, changed: int, size: int) -> None:
+    """Compare a shard's checksums, once for each state of the file; raise UserError where damaged."""
+    open_shard(path).verify()
 
 
 def close_directory(folder: Path, plan: Plan, rows_info: dict[str, Any]) -> dict[str, Any]:

@@ -198,7 +198,7 @@ def _explained(target: str) -> Iterator[None]:
         yield
     except SafetensorError as error:
         raise UserError(f"{target}: a weight file is damaged ({error}); fetch it again") from error
-    except (OSError, ValueError, KeyError, ImportError, RuntimeError) as error:
+    except (OSError, ValueError, KeyError, ImportError, RuntimeError, TypeError, AttributeError) as error:
         reason = str(error).strip().split("\n")[0] or type(error).__name__
         raise UserError(f"{target}: could not be loaded as a causal language model: {reason}") from error
 

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any
 
 import torch
 
 from eagle_train.config import Recipe, load_recipe
 from eagle_train.errors import UserError
-from eagle_train.io import make_folder, read_json, write_json, write_text
+from eagle_train.io import make_folder, os_error, read_json, write_json, write_text
 from eagle_train.provenance import tool_version
 from eagle_train.training.checkpoints import newest
 
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
     from eagle_train.shards.reader import Shards
 
 RECIPE, RECORD = "recipe.yaml", "run.json"
+# What a run leaves in its folder; anything else there belongs to somebody else.
+_OWN = {RECIPE, RECORD, "metrics.jsonl", "checkpoints", "best", "last", "wandb"}
 # A resumed run may not change these: they decide what the head is and which rows a step sees.
 _FIXED = ("head", "data.tokens_per_step", "data.rows_per_step", "data.held_out", "run.seed")
 
@@ -25,6 +28,34 @@ _FIXED = ("head", "data.tokens_per_step", "data.rows_per_step", "data.held_out",
 def fingerprint(shards: Shards) -> str:
     """Return a text that agrees exactly when two shard folders give the same rows and features."""
     return f"{shards.info['plan']}-{shards.num_rows}"
+
+
+def lock(out: Path) -> IO[str] | None:
+    """Hold the folder for this process until the file returned is closed; refuse where another has it."""
+    try:
+        import fcntl
+    except ImportError:  # a system without such locks
+        return None
+    handle = open(make_folder(out) / ".lock", "w")  # noqa: SIM115
+    try:
+        fcntl.lockf(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        handle.close()
+        raise UserError(
+            f"{out}: another eagle train is at work in it; wait for it, or choose another --out"
+        ) from error
+    except OSError:  # a file system without locks
+        pass
+    return handle
+
+
+def _names(folder: Path) -> list[str]:
+    try:
+        return os.listdir(folder)
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise os_error(folder, error) from error
 
 
 def decide(
@@ -43,6 +74,8 @@ def decide(
             raise UserError(f"--resume {out}: holds no run; leave --resume out to start one")
         if found is not None:
             raise UserError(f"{out}: holds checkpoints without a {RECIPE}; choose another --out")
+        if foreign := sorted(name for name in _names(out) if name not in _OWN and not name.startswith(".")):
+            raise UserError(f"{out}: holds other files ({foreign[0]}); choose an empty or new --out")
         return None, init_from
     record = read_json(out / RECORD, "choose another --out")
     if record.get("shards") != fingerprint(shards):

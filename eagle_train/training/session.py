@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -47,6 +47,7 @@ class Session:
     dtype: torch.dtype
     state: State = field(default_factory=State)
     facts: dict[str, Any] = field(default_factory=dict)
+    held: IO[str] | None = None  # the lock of the run folder, until this session is gone
 
     def windows(self) -> Iterator[Window]:
         """Return the windows that are still to be trained on, in order."""
@@ -253,6 +254,7 @@ def _write_start(session: Session, shards: Shards, checkpoint: Path | None, init
     """Let the main process write the run's records, once every process has decided what to do."""
     session.processes.wait()
     if session.processes.is_main:
+        session.held = run_folder.lock(session.out)
         run_folder.record_run(session.out, session.recipe, shards, init_from, session.facts)
         checkpoints.sweep(session.out)
         if checkpoint is not None:
