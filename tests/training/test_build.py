@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -13,6 +15,7 @@ from eagle_train.errors import UserError
 from eagle_train.heads.disk import load_head
 from eagle_train.heads.draft_vocab import choose_draft_ids
 from eagle_train.shards.reader import open_shards
+from eagle_train.targets.extract import extract
 from eagle_train.training import build
 from eagle_train.training.loop import train
 
@@ -134,3 +137,32 @@ def test_a_head_of_other_sizes_is_no_start(tmp_path, tiny, tiny_shards_dir, trai
     assert "wanted t2d with 320 entries, found [300]" in words
     words = refused(tiny_shards_dir, tiny(), tmp_path / "a", init_from=str(tmp_path / "none"))
     assert "wanted a head or a run" in words
+
+
+def test_a_flipped_bit_in_a_shard_stops_training_and_extract_makes_it_anew(
+    tmp_path, tiny, tiny_shards_dir, tiny_rows_dir, tiny_target_dir
+):
+    copy = tmp_path / "shards"
+    shutil.copytree(tiny_shards_dir, copy)
+    victim = copy / "shard-00000.safetensors"
+    whole = victim.read_bytes()
+    victim.write_bytes(whole[:-5] + bytes([whole[-5] ^ 1]) + whole[-4:])
+    with pytest.raises(UserError, match=r"shard-00000\.safetensors: tensor \w+ is damaged .*extract again"):
+        train(copy, tiny(), tmp_path / "run", show=False)
+    extract(tiny_rows_dir, tiny_target_dir, copy, codec="fp32", show=False)
+    assert victim.read_bytes() == whole
+
+
+def test_a_folder_with_other_files_or_another_trainer_is_refused(tmp_path, tiny, tiny_shards_dir):
+    (tmp_path / "home").mkdir()
+    (tmp_path / "home" / "thesis.tex").write_text("x")
+    words = refused(tiny_shards_dir, tiny(), tmp_path / "home")
+    assert words.endswith("holds other files (thesis.tex); choose an empty or new --out")
+    busy = tmp_path / "busy"
+    busy.mkdir()
+    program = "import time; from eagle_train.training.run_folder import lock; from pathlib import Path\n"
+    program += f"held = lock(Path({str(busy)!r})); print('held', flush=True); time.sleep(60)"
+    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) as other:
+        assert other.stdout.readline() == "held\n"
+        assert "another eagle train is at work in it" in refused(tiny_shards_dir, tiny(), busy)
+        other.kill()
