@@ -39,7 +39,9 @@ def run(
     skip_bad: bool = typer.Option(
         False, "--skip-bad", help="Keep the good records of damaged files; the bad are named."
     ),
-    num_proc: int | None = typer.Option(None, "--num-proc", help="Worker processes; default one a core."),
+    num_proc: int | None = typer.Option(
+        None, "--num-proc", min=1, help="Worker processes; default one a core."
+    ),
     overwrite: bool = typer.Option(False, "--overwrite", help="Replace other rows that are at --out."),
     trust_remote_code: bool = typer.Option(
         False, "--trust-remote-code", help="Run code that the tokenizer brings along."

@@ -74,7 +74,7 @@ def demo(out: str | Path) -> dict[str, Any]:
         exported = export(folder / "run", folder / "head", engine="vllm", overwrite=True)
     report = {
         "untrained_tau": _untrained_tau(folder / "run"),
-        "predicted_tau": trained["tau"],
+        "predicted_tau": trained["best_tau"],
         "evaluation": evaluation,
         "seconds": clock.seconds,
         "peak_memory_gib": _peak_memory_gib(),

@@ -78,6 +78,8 @@ def find_sources(data: list[str]) -> list[Source]:
     """
     sources: list[Source] = []
     for name in data:
+        if not name.strip():
+            raise UserError("DATA: got an empty name, wanted a file, folder, glob or hub dataset")
         path = Path(name).expanduser()
         if path.is_dir():
             sources += _folder(path)

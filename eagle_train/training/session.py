@@ -136,6 +136,7 @@ class Session:
             "best_tau": state.best_tau,
             "best_step": state.best_step,
             "gamma": self.recipe.run.eval_gamma,
+            "target": self.head.config.target,
             **self.facts,
         }
 
@@ -209,7 +210,6 @@ def open_session(
         num_steps=plan.num_steps(run.epochs, run.steps, run.tokens),
         dtype=dtype,
         facts={
-            "target": str(shards.info["target"]["name"]),
             "num_parameters": build.num_parameters(head),
             "draft_vocab_size": head.config.draft_vocab_size,
             "coverage": round(build.vocabulary_coverage(head, shards), 5),

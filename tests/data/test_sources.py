@@ -269,3 +269,8 @@ def test_moving_a_file_changes_nothing(tmp_path: Path) -> None:
     assert find_sources([str(one)])[0].identity == find_sources([str(two)])[0].identity
     write(two, lines(RECORDS[1:]))
     assert find_sources([str(one)])[0].identity != find_sources([str(two)])[0].identity
+
+
+def test_an_empty_name_is_not_the_current_folder():
+    with pytest.raises(UserError, match="DATA: got an empty name"):
+        find_sources([""])
