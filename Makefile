@@ -9,7 +9,7 @@ READY := $(VENV)/.ready
 .PHONY: help setup demo test test-slow check lint types layers format clean
 
 help:
-	@echo "make demo       set up, then run the whole chain on the built-in small model (15 minutes, 2 cores)"
+	@echo "make demo       set up, then run the whole chain on the built-in small model (about 15 minutes, 2 cores)"
 	@echo "make test       set up, then run the tests (under 10 minutes)"
 	@echo "make test-slow  the long trials (under 45 minutes)"
 	@echo "make check      lint, types, layering and the tests"
