@@ -36,10 +36,13 @@ def lock(out: Path) -> IO[str] | None:
         import fcntl
     except ImportError:  # a system without such locks
         return None
-    handle = open(make_folder(out) / ".lock", "w")  # noqa: SIM115
+    try:
+        handle = open(make_folder(out) / ".lock", "w")  # noqa: SIM115
+    except OSError as error:
+        raise os_error(out, error) from error
     try:
         fcntl.lockf(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
+    except (BlockingIOError, PermissionError) as error:  # which one depends on the system
         handle.close()
         raise UserError(
             f"{out}: another eagle train is at work in it; wait for it, or choose another --out"
