@@ -4,7 +4,7 @@ PYTHON ?= python3
 TORCH ?= torch==2.13.0
 VENV := .venv
 BIN := $(VENV)/bin
-READY := $(VENV)/.ready
+READY := $(VENV)/.ready-$(subst =,_,$(TORCH))
 
 .PHONY: help setup demo test test-slow check lint types layers format clean
 
@@ -21,7 +21,8 @@ $(READY): pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install -q --disable-pip-version-check "$(TORCH)"
 	$(BIN)/python -m pip install -q --disable-pip-version-check -e ".[dev,wandb,deepspeed]"
-	touch $@
+	rm -f $(VENV)/.ready-*
+	touch "$@"
 
 demo: setup
 	$(BIN)/eagle demo

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import shlex
 from pathlib import Path
 from typing import Any
 
 import typer
+
+from . import options
 
 NAME = "demo"
 HELP = "Run the whole chain on the built-in small case."
@@ -24,47 +27,30 @@ EXAMPLES = """
 def run(
     out: Path = typer.Option(Path("eagle-demo"), "--out", help="Folder for everything the demo makes."),
     as_json: bool = typer.Option(False, "--json", help="Print the figures as JSON."),
-) -> None:
+) -> int:
     from eagle_train.demo import demo
+    from eagle_train.evaluation.report import fault
 
     report = demo(out)
     if as_json:
-        print(json.dumps(report))
+        print(json.dumps(report, indent=2, ensure_ascii=False))
     else:
         _show(report, out)
+    return options.fail_on(fault(report["evaluation"]))
 
 
 def _show(report: dict[str, Any], out: Path) -> None:
     from rich.console import Console
-    from rich.table import Table
 
     from eagle_train.evaluation.report import draft_name
 
-    evaluation = report["evaluation"]
-    plain = evaluation["plain"]["tokens_per_second"]
-    table = Table(title="EAGLE-3 head on SmolLM2-135M-Instruct, greedy, float32")
-    for column in ("", "acceptance length", "tokens/s", "times plain", "output unchanged"):
-        table.add_column(column, justify="left" if column == "" else "right")
-    table.add_row("plain decoding", "", f"{plain:.1f}", "1.00", "")
-    table.add_row("untrained head, chain of 3 (predicted)", f"{report['untrained_tau']:.2f}", "", "", "")
-    for result in evaluation["results"]:
-        same = evaluation["prompts"] - len(result["differences"])
-        table.add_row(
-            f"trained head, {draft_name(result['tree'])}",
-            f"{result['tau']:.2f}",
-            f"{result['tokens_per_second']:.1f}",
-            f"{result['speedup']:.2f}",
-            f"{same} of {evaluation['prompts']} prompts",
-        )
-    console = Console()
+    console = Console(highlight=False, soft_wrap=True)
     console.print()
-    console.print(table)
-    for result in evaluation["results"]:
-        console.print(_why(result, draft_name(result["tree"])), highlight=False)
+    console.print(_table(report))
+    for result in report["evaluation"]["results"]:
+        print(_why(result, draft_name(result["tree"])))
     seconds = ", ".join(f"{name} {value:.0f}" for name, value in report["seconds"].items())
-    console.print(
-        f"Seconds: {seconds}. Largest process {report['peak_memory_gib']:.1f} GiB.", highlight=False
-    )
+    print(f"Seconds: {seconds}. Largest process {report['peak_memory_gib']:.1f} GiB.\n")
     for name, what in (
         ("rows", "token rows with their loss mask"),
         ("shards", "the target's features"),
@@ -72,19 +58,44 @@ def _show(report: dict[str, Any], out: Path) -> None:
         ("head", "what vLLM and SGLang load"),
         ("demo.json", "all figures"),
     ):
-        console.print(f"  {out / name}  [dim]{what}[/dim]", highlight=False)
-    console.print(
+        print(f"  {out / name}  {what}")
+    names = f"{shlex.quote(str(out / 'head'))} --target {shlex.quote(report['target'])}"
+    print(
         f"""
-Try it:         eagle generate {out / "head"} --target {report["target"]} --prompt "Why is the sea salt?"
+Try it:         eagle generate {names} --draft chain --prompt "Why is the sea salt?"
 Your own model: eagle prepare chats.jsonl --target YOUR_MODEL --out rows/
                 eagle extract rows/ --target YOUR_MODEL --for eagle3 --out shards/
                 eagle train shards/ --recipe eagle3 --out run/
                 eagle eval run/ --target YOUR_MODEL
-                eagle export run/ --engine vllm --out head/""",
-        highlight=False,
-        markup=False,
-        soft_wrap=True,
+                eagle export run/ --engine vllm --out head/"""
     )
+
+
+def _table(report: dict[str, Any]) -> Any:
+    from rich.table import Table
+
+    evaluation = report["evaluation"]
+    prompts = evaluation["prompts"]
+    table = Table(
+        title=f"EAGLE-3 head on SmolLM2-135M-Instruct, {prompts} prompts, greedy, float32",
+        caption="tau: acceptance length; * predicted without decoding",
+    )
+    for column in ("", "tau", "tokens/s", "times plain", "unchanged"):
+        table.add_column(column, justify="left" if column == "" else "right", no_wrap=True)
+    plain = evaluation["plain"]["tokens_per_second"]
+    table.add_row("plain decoding", "", f"{plain:.1f}", "1.00", "")
+    table.add_row("untrained, chain of 3*", f"{report['untrained_tau']:.2f}", "", "", "")
+    for result in evaluation["results"]:
+        tree = result["tree"]
+        shape = f"chain of {tree['depth']}" if tree["draft"] == "chain" else f"tree of {tree['nodes']} nodes"
+        table.add_row(
+            f"trained, {shape}",
+            f"{result['tau']:.2f}",
+            f"{result['tokens_per_second']:.1f}",
+            f"{result['speedup']:.2f}",
+            f"{prompts - len(result['differences'])} of {prompts}",
+        )
+    return table
 
 
 def _why(result: dict[str, Any], name: str) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import warnings
 from typing import NoReturn
 
 import typer
@@ -43,6 +44,7 @@ def _top(version: bool = typer.Option(False, "--version", help="Print the versio
 def main(arguments: list[str] | None = None) -> NoReturn:
     """Run one command and leave with its exit code."""
     signal.signal(signal.SIGTERM, _terminate)
+    warnings.formatwarning = lambda message, *_, **__: f"warning: {message}\n"  # type: ignore[assignment]
     try:
         code = app(args=arguments, prog_name="eagle", standalone_mode=False)
     except UserError as error:
@@ -53,7 +55,8 @@ def main(arguments: list[str] | None = None) -> NoReturn:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = 0
     except _USAGE_ERROR as error:
-        code = _say(f"error: {_usage(error)}", 2)
+        text = _usage(error)  # empty where help was shown because nothing was asked for
+        code = _say(f"error: {text}", 2) if text else 2
     if code == 130:  # also where typer itself turned Ctrl-C into this code
         _say("interrupted; finished records are kept, give the same command again", 130)
     sys.exit(code if isinstance(code, int) else 0)
@@ -64,7 +67,7 @@ def _usage(error: Exception) -> str:
     context = getattr(error, "ctx", None)
     command = context.command_path if context is not None else "eagle"
     text = " ".join(error.format_message().split())  # type: ignore[attr-defined]
-    return f"{command}: {text.rstrip('.')}; see {command} --help"
+    return f"{command}: {text.rstrip('.')}; see {command} --help" if text else ""
 
 
 def _terminate(signum: int, frame: object) -> NoReturn:

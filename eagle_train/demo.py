@@ -1,16 +1,17 @@
 """The whole chain on the built-in small case: conversations to a proven head, on a laptop.
 
-Every stage is one documented call, the same that its command makes, and leaves its record under `out`;
-a repeated demo takes finished stages as they are.
+Every stage is one documented call, the same that its command makes, and leaves its record under `out`.
+A repeated demo takes rows, shards and the run as they are, and decodes anew.
 """
 
 from __future__ import annotations
 
 import importlib.resources
-import json
 import resource
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from eagle_train.targets.extract import extract
 from eagle_train.targets.load import default_device
 from eagle_train.targets.workers import start_workers
 from eagle_train.training.loop import train
+from eagle_train.training.metrics import read_metrics
 
 RECIPE = "eagle3-smollm2"
 NUM_QUESTIONS = 20
@@ -47,20 +49,20 @@ def demo(out: str | Path) -> dict[str, Any]:
     stage, ``peak_memory_gib`` of the largest process, ``folders``. Raises UserError as the stages do.
     """
     folder = make_folder(out)
-    clock = _Clock()
-    with clock.stage("fetch the target"):
+    seconds: dict[str, float] = {}
+    with _stage(seconds, "fetch the target"):
         target = str(small_target())
-    with clock.stage("prepare"):
+    with _stage(seconds, "prepare"):
         prepare([str(built_in_conversations())], target, folder / "rows")
-    with clock.stage("extract"):
+    with _stage(seconds, "extract"):
         dtype = "bf16" if computes_in_bf16(default_device()) else "fp32"
         settings: dict[str, Any] = {"features": "eagle3", "dtype": dtype}
         rows, shards = folder / "rows", folder / "shards"
         if start_workers(rows, target, shards, None, settings) is None:
             extract(rows, target, shards, **settings)
-    with clock.stage("train"):
+    with _stage(seconds, "train"):
         trained = train(folder / "shards", load_recipe(RECIPE), folder / "run")
-    with clock.stage("eval"):
+    with _stage(seconds, "eval"):
         evaluation = evaluate(
             folder / "run",
             target,
@@ -70,13 +72,13 @@ def demo(out: str | Path) -> dict[str, Any]:
             max_new_tokens=NEW_TOKENS,
             dtype="fp32",
         )
-    with clock.stage("export"):
-        exported = export(folder / "run", folder / "head", engine="vllm", overwrite=True)
+    with _stage(seconds, "export"):
+        exported = export(folder / "run", folder / "head", engine="vllm")
     report = {
         "untrained_tau": _untrained_tau(folder / "run"),
         "predicted_tau": trained["best_tau"],
         "evaluation": evaluation,
-        "seconds": clock.seconds,
+        "seconds": seconds,
         "peak_memory_gib": _peak_memory_gib(),
         "target": target,
         "folders": {name: str(folder / name) for name in ("rows", "shards", "run", "head")},
@@ -88,8 +90,7 @@ def demo(out: str | Path) -> dict[str, Any]:
 
 def _untrained_tau(run: Path) -> float:
     """Return the acceptance length that the trainer predicted before its first step."""
-    with open(run / "metrics.jsonl", encoding="utf-8") as lines:
-        return float(json.loads(next(lines))["tau"])
+    return float(read_metrics(run)[0]["tau"])
 
 
 def _peak_memory_gib() -> float:
@@ -99,23 +100,10 @@ def _peak_memory_gib() -> float:
     return peak * unit / 2**30
 
 
-class _Clock:
-    """Seconds by stage, announced as they begin."""
-
-    def __init__(self) -> None:
-        self.seconds: dict[str, float] = {}
-
-    def stage(self, name: str) -> _Stage:
-        return _Stage(self, name)
-
-
-class _Stage:
-    def __init__(self, clock: _Clock, name: str) -> None:
-        self.clock, self.name = clock, name
-
-    def __enter__(self) -> None:
-        print(f"\n== {self.name}", file=sys.stderr, flush=True)
-        self.started = time.monotonic()
-
-    def __exit__(self, *error: object) -> None:
-        self.clock.seconds[self.name] = round(time.monotonic() - self.started, 1)
+@contextmanager
+def _stage(seconds: dict[str, float], name: str) -> Iterator[None]:
+    """Announce a stage and note how long it took."""
+    print(f"\n== {name}", file=sys.stderr, flush=True)
+    started = time.monotonic()
+    yield
+    seconds[name] = round(time.monotonic() - started, 1)

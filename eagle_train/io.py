@@ -140,11 +140,7 @@ def save_tensors(
         try:
             save_file(contiguous, str(temporary), metadata=dict(metadata) if metadata else None)
         except SafetensorError as error:  # it hides the operating system's error in its text
-            for number, words in (
-                (errno.ENOSPC, "No space left"),
-                (errno.EDQUOT, "quota"),
-                (errno.EFBIG, "File too large"),
-            ):
+            for number, words in _HIDDEN:
                 if words in str(error):
                     raise OSError(number, os.strerror(number)) from error
             raise

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -9,10 +10,9 @@ from typing import Any
 
 import torch
 
-from eagle_train.decoding.drafters import Chain, Drafter, Dynamic, HeadDrafter, Shape, Static
+from eagle_train.decoding.drafters import Drafter, Dynamic, HeadDrafter, Shape, Static
 from eagle_train.decoding.loop import Generation, Settings, generate, plain
 from eagle_train.decoding.sampling import Sampling
-from eagle_train.errors import UserError
 from eagle_train.evaluation.figures import Tally, method_figures
 from eagle_train.evaluation.heads import open_head
 from eagle_train.evaluation.questions import Question, conversations, read_questions
@@ -44,8 +44,9 @@ def evaluate(
 
     `head` is a run (its best), a head directory, a hub id or a loaded head; `target` a name or a loaded
     target; `questions` a file in MT-bench form, a list, or None for the built-in held-out set. A later turn
-    is asked on the history with plain decoding's answers, so all methods read the same prompts. The head is
-    cast to the target's dtype. `drafts` None means the head kind's usual tree.
+    is asked on the history with plain decoding's answers, so all methods read the same prompts. A head is
+    cast to the target's dtype (a copy of it where a module is given). `drafts` None means the usual tree of
+    the head's kind.
 
     Returns what was run, ``plain``, and under ``results`` one dict per draft; with a single draft its figures
     stand at the top level as well. ``lossless`` says whether all ids equal plain decoding's (greedy; None
@@ -56,8 +57,7 @@ def evaluate(
     if not isinstance(target, Target):
         target = load_target(target, dtype=dtype, trust_remote_code=trust_remote_code, device_map=device_map)
     head_name = str(head) if isinstance(head, str | Path) else "as given"
-    if isinstance(head, str | Path):
-        head = open_head(head)
+    head = open_head(head) if isinstance(head, str | Path) else copy.deepcopy(head)  # it is cast below
     if questions is None or isinstance(questions, str | Path):
         questions = read_questions(questions, num_questions)
     sampling = sampling or Sampling()
@@ -173,33 +173,3 @@ class _Comparison:
             lossless = not differences if self.settings.sampling.greedy else None
             found.append({**figures, "lossless": lossless, "differences": differences})
         return found
-
-
-_SIZES = {
-    "gamma": (3, "chain"),
-    "tree_tokens": (60, "dynamic"),
-    "top_k": (10, "dynamic"),
-    "depth": (8, "dynamic"),
-}
-
-
-def refuse_idle_sizes(sizes: dict[str, int]) -> None:
-    """Raise UserError where a draft's size was given on the command line but not the draft."""
-    for name, (usual, draft) in _SIZES.items():
-        if sizes[name] != usual:
-            option = name.replace("_", "-")
-            raise UserError(f"--{option} {sizes[name]}: of which draft? Give --draft {draft} with it")
-
-
-def parse_shape(name: str, *, gamma: int, tree_tokens: int, top_k: int, depth: int) -> Shape:
-    """Return the shape that the command line names: chain, static or dynamic."""
-    from eagle_train.errors import nearest
-
-    if name == "chain":
-        return Chain(gamma)
-    if name == "static":
-        return Static()
-    if name == "dynamic":
-        return Dynamic(tree_tokens, top_k, depth)
-    known = ("chain", "static", "dynamic")
-    raise UserError(f"--draft {name}: wanted one of {', '.join(known)}{nearest(name, known)}")

@@ -71,8 +71,8 @@ def answer_live(
 class _Writer:
     """Writes tokens as text. A character may need several tokens: text is held back until it is whole.
 
-    Tokens are decoded together with those before them on the same line, since a token's text can depend on
-    its neighbours.
+    Tokens are decoded together with those before them on the same line and the one that ended the line
+    before, since a token's text can depend on its neighbours.
     """
 
     def __init__(self, tokenizer: Any, console: Any) -> None:
@@ -99,5 +99,6 @@ class _Writer:
 
         self._console.print(Text(text[len(self._shown) :], style=style), end="")
         self._shown = text
-        if text.endswith("\n"):
-            self._ids, self._shown = [], ""
+        if text.endswith("\n"):  # a long answer is not decoded whole for every token of it
+            self._ids = self._ids[-1:]
+            self._shown = self._tokenizer.decode(self._ids, skip_special_tokens=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -22,6 +23,7 @@ from eagle_train.progress import progress
 from eagle_train.shards.reader import Shards, open_shards
 from eagle_train.shards.schema import MANIFEST, holds_all_last, holds_aux
 from eagle_train.targets.extract import extract
+from eagle_train.targets.load import default_device
 from eagle_train.training.held_out import predict_chain, split
 from eagle_train.training.loader import Loader
 from eagle_train.training.run_folder import RECIPE, RECORD, fingerprint
@@ -36,7 +38,7 @@ def predict(
     *,
     gamma: int = 3,
     dtype: str = "auto",
-    device: str | torch.device = "cpu",
+    device: str | torch.device | None = None,
     rows: Sequence[int] | None = None,
     chat_template: str | None = None,
     trust_remote_code: bool = False,
@@ -53,8 +55,9 @@ def predict(
     """
     if gamma < 1:
         raise UserError(f"gamma: got {gamma}, wanted at least 1")
-    loaded = open_head(head) if isinstance(head, str | Path) else head
+    loaded = open_head(head) if isinstance(head, str | Path) else copy.deepcopy(head)  # it is cast below
     name = str(head) if isinstance(head, str | Path) else "as given"
+    device = default_device() if device is None else device
     if (Path(texts) / MANIFEST).is_file():
         shards = open_shards(texts)
         which = "as given"

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
-import warnings
 from typing import Any
 
+NEAR_TIE = 1e-3  # two logits closer than this may change places with the order of summation in fp32
 
-def warn_in_one_line() -> None:
-    """Let warnings of a command reach the terminal as a sentence, without file and line."""
-    warnings.formatwarning = lambda message, *_, **__: f"warning: {message}\n"  # type: ignore[assignment]
+
+def fault(report: dict[str, Any]) -> str | None:
+    """Return a sentence where fp32 greedy answers differ beyond what rounding explains, else None."""
+    gaps = [difference["gap"] for result in report["results"] for difference in result["differences"]]
+    found = [gap for gap in gaps if report["dtype"] == "fp32" and gap >= NEAR_TIE]
+    if not found:
+        return None
+    return (
+        f"greedy answers differ from plain decoding in fp32 at {len(found)} places where the best two logits "
+        f"are {NEAR_TIE:g} or more apart; this is a fault in the toolkit: please report it"
+    )
 
 
 def draft_name(tree: dict[str, Any]) -> str:

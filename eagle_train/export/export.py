@@ -66,7 +66,6 @@ def export(
     with _replacing_folder(final) as folder:
         save_tensors(folder / WEIGHTS, head_tensors(served, stored), {"format": "pt"})
         write_json(folder / CONFIG, engine_config(config, engine))
-        shutil.copymode(folder / CONFIG, folder / WEIGHTS)  # safetensors makes files its owner alone may read
         change = verify(folder, served, config, engine, stored)
         record |= {"weights_sha256": sha256_file(folder / WEIGHTS), "logits_changed_by": change}
         write_json(folder / PROVENANCE, record)

@@ -57,3 +57,11 @@ def test_a_mistyped_command_is_one_line_and_2(arguments, line):
     assert ran.returncode == 2
     assert ran.stderr.strip() == line
     assert ran.stdout == ""
+
+
+def test_nothing_asked_for_shows_the_help_without_an_error():
+    command = [sys.executable, "-c", "from eagle_cli.main import main; main()"]
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert ran.returncode == 2
+    assert "Commands" in ran.stdout + ran.stderr
+    assert "error" not in ran.stderr

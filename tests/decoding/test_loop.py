@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from eagle_train.decoding.drafters import Chain, Drafter, Dynamic, HeadDrafter, Static
+from eagle_train.decoding.drafters import Chain, Dynamic, HeadDrafter, Static
 from eagle_train.decoding.loop import Settings, generate, plain
 from eagle_train.decoding.reader import Rows
 from eagle_train.decoding.sampling import Chance
@@ -199,8 +199,3 @@ def test_an_empty_prompt_and_no_tokens_are_refused(target):
         plain(target, [], Settings())
     with pytest.raises(UserError, match="max-new-tokens: got 0"):
         Settings(max_new_tokens=0)
-
-
-def test_a_scripted_drafter_is_a_drafter():
-    drafter: Drafter = Scripted([], StaticShape.chain(1), [True])
-    assert drafter.layer_ids == ()

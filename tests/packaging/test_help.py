@@ -15,7 +15,7 @@ from eagle_cli import main as main_module
 
 _ROOT = Path(__file__).resolve().parents[2]
 _COMMANDS = sorted(
-    file.stem for file in (_ROOT / "cli").glob("*.py") if file.stem not in ("__init__", "main")
+    file.stem for file in (_ROOT / "cli").glob("*.py") if file.stem not in ("__init__", "main", "options")
 )
 _HEAVY = ("torch", "transformers", "datasets", "accelerate", "numpy", "safetensors", "huggingface_hub")
 _SCRIPT = """

@@ -1,0 +1,82 @@
+"""Options that several commands share, and the drafts that they spell out together."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from eagle_train.decoding.drafters import Shape
+
+Head = Annotated[
+    str, typer.Argument(metavar="HEAD", help="A run of eagle train (its best), a head directory or a hub id.")
+]
+Gamma = Annotated[int | None, typer.Option("--gamma", max=256, help="Guesses of a chain; default 3.")]
+TreeTokens = Annotated[
+    int | None,
+    typer.Option("--tree-tokens", max=4096, help="Nodes of a dynamic tree, its root counted; default 60."),
+]
+TopK = Annotated[
+    int | None,
+    typer.Option("--top-k", max=1024, help="Beams of a dynamic tree, and children of each; default 10."),
+]
+Depth = Annotated[
+    int | None, typer.Option("--depth", max=256, help="Levels of guesses of a dynamic tree; default 8.")
+]
+Temperature = Annotated[float, typer.Option("--temperature", help="0 is greedy.")]
+TopP = Annotated[
+    float, typer.Option("--top-p", help="Sample from the smallest set with this much probability.")
+]
+TopKSampling = Annotated[
+    int, typer.Option("--top-k-sampling", help="Sample from so many best tokens; 0 is all.")
+]
+Dtype = Annotated[str, typer.Option("--dtype", help="fp32, bf16, fp16, or auto: the checkpoint's own.")]
+ChatTemplate = Annotated[
+    str | None,
+    typer.Option("--chat-template", help="A Jinja file, or vicuna, or llama-2; default the tokenizer's own."),
+]
+Seed = Annotated[int, typer.Option("--seed", min=0, max=2**63 - 1, help="Seed of the draws when sampling.")]
+TrustRemoteCode = Annotated[
+    bool, typer.Option("--trust-remote-code", help="Run code that the target brings along.")
+]
+
+
+def fail_on(fault: str | None) -> int:
+    """Say a fault of the toolkit's own on stderr; return the exit code, 1 for a fault and 0 for none."""
+    if fault is None:
+        return 0
+    print(f"error: {fault}", file=sys.stderr)
+    return 1
+
+
+def draft_shapes(
+    names: list[str], gamma: int | None, tree_tokens: int | None, top_k: int | None, depth: int | None
+) -> list[Shape]:
+    """Return the shapes that the command line names: chain, static, dynamic; a size not given is usual.
+
+    Raises UserError for an unknown name, or a size of a draft that is not named.
+    """
+    from eagle_train.decoding.drafters import Chain, Dynamic, Static
+    from eagle_train.errors import UserError, nearest
+
+    makers = {"chain": Chain, "static": Static, "dynamic": Dynamic}
+    sizes = {
+        "chain": {"gamma": gamma},
+        "static": {},
+        "dynamic": {"total_tokens": tree_tokens, "top_k": top_k, "depth": depth},
+    }
+    for name in names:
+        if name not in makers:
+            known = ", ".join(makers)
+            raise UserError(f"--draft {name}: wanted one of {known}{nearest(name, makers)}")
+    given = {
+        name: {key: value for key, value in of.items() if value is not None} for name, of in sizes.items()
+    }
+    for name, values in given.items():
+        if values and name not in names:
+            key, value = next(iter(values.items()))
+            option = {"total_tokens": "tree-tokens"}.get(key, key).replace("_", "-")
+            raise UserError(f"--{option} {value}: a size of a {name} draft; give --draft {name} with it")
+    return [makers[name](**given[name]) for name in names]  # type: ignore[operator]
