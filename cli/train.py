@@ -49,8 +49,8 @@ def run(
     ),
     as_json: bool = typer.Option(False, "--json", help="Print the summary as JSON."),
 ) -> int | None:
-    from eagle_train.config import load_recipe
     from eagle_train.errors import UserError, nearest
+    from eagle_train.recipe_files import load_recipe
 
     modes = ("online", "offline", "disabled")
     if wandb is not None and wandb not in modes:

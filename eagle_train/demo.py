@@ -15,12 +15,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from eagle_train.config import load_recipe
 from eagle_train.data.prepare import prepare
 from eagle_train.decoding.drafters import Chain, Dynamic
 from eagle_train.evaluation.evaluate import evaluate
 from eagle_train.export.export import export
 from eagle_train.io import make_folder, write_json
+from eagle_train.recipe_files import load_recipe
 from eagle_train.targets.builtin import small_target
 from eagle_train.targets.checkpoint import computes_in_bf16
 from eagle_train.targets.extract import extract

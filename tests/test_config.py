@@ -9,8 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from eagle_train.config import Recipe, load_recipe, recipe_from_dict, recipe_names
+from eagle_train.config import Recipe
 from eagle_train.errors import UserError
+from eagle_train.recipe_checks import recipe_from_dict
+from eagle_train.recipe_files import load_recipe, recipe_names
 
 
 def refused(name: str | Path, *overrides: str) -> str:
@@ -74,9 +76,13 @@ def test_extends_overrides_only_what_it_names(tmp_path):
         ("head.fc_norm=1", "head.fc_norm: got 1 (int), wanted true or false"),
         ("optim.betas=[0.9]", "optim.betas: got [0.9], wanted a list of 2"),
         ("run.epochs=null", "no end; set one of"),
-        ("run.seed=99999999999999999999", "seed below 2**63"),
+        ("run.seed=99999999999999999999", "run.seed: got a whole number of 67 bits, wanted one below 2**63"),
+        ("run.epochs=1.0e+30", "run.epochs: got a whole number of 100 bits"),
+        (f"optim.lr={'9' * 400}", "optim.lr: got a whole number of 1329 bits"),
+        (f"optim.lr={'9' * 9000}", "not valid YAML"),
+        ("run.epochs=.inf", "run.epochs: got inf (float), wanted a whole number"),
         ("optim.lr=2026-13-45", "not valid YAML"),
-        ("data.rows_per_step=4", "exactly one of tokens_per_step and rows_per_step"),
+        ("data.tokens_per_step=null", "exactly one of tokens_per_step and rows_per_step"),
         ("head.kind=eagle1", "kind eagle1 has no fc_norm"),
         ("optim.lr=0", "learning rates must be above 0"),
         ("optim.lr=nan", "optim.lr: got nan, wanted a number of 0 or more"),
@@ -113,8 +119,46 @@ def test_dicts_round_trip():
     assert isinstance(recipe, Recipe)
 
 
-def test_a_length_given_by_override_replaces_the_recipes_own():
-    recipe = load_recipe("eagle3", ["run.tokens=1000"])
-    assert (recipe.run.epochs, recipe.run.steps, recipe.run.tokens) == (None, None, 1000)
+def lengths(recipe: Recipe) -> tuple:
+    run = recipe.run
+    return run.epochs, run.steps, run.tokens, run.minutes
+
+
+def test_alternatives_replace_each_other_from_layer_to_layer(tmp_path):
+    """A length of the run, or the size of a step, drops what the layers below chose instead of it."""
+    assert lengths(load_recipe("eagle3", ["run.tokens=1000"])) == (None, None, 1000, None)
+    both = load_recipe("eagle3", ["run.tokens=1000", "run.minutes=5"])
+    assert lengths(both) == (None, None, 1000, 5)
+    (tmp_path / "mine.yaml").write_text(
+        "extends: eagle3-smollm2\nrun: {steps: 7}\ndata: {rows_per_step: 2}\n"
+    )
+    mine = load_recipe(tmp_path / "mine.yaml")
+    assert lengths(mine) == (None, 7, None, None)
+    assert (mine.data.tokens_per_step, mine.data.rows_per_step) == (None, 2)
+    assert lengths(load_recipe(tmp_path / "mine.yaml", ["run.minutes=3"])) == (None, None, None, 3)
     with pytest.raises(UserError, match="more than one of epochs, steps, tokens"):
         load_recipe("eagle3", ["run.tokens=1000", "run.steps=5"])
+
+
+def test_extends_is_looked_up_beside_the_recipe_and_then_among_the_built_in(tmp_path, monkeypatch):
+    here, there = tmp_path / "here", tmp_path / "there"
+    for folder, lr in ((here, 1), (there, 2)):
+        folder.mkdir()
+        (folder / "base.yaml").write_text(f"extends: eagle3\noptim: {{lr: {lr}}}\n")
+        (folder / "eagle3").write_text("optim: {lr: 77}\n")
+    (there / "mine.yaml").write_text("extends: base.yaml\n")
+    (there / "eagle3").unlink()
+    monkeypatch.chdir(here)
+    assert load_recipe("../there/mine.yaml").optim.lr == 2
+    (there / "base.yaml").unlink()
+    words = refused("../there/mine.yaml")
+    assert words.startswith(
+        f"{there / 'mine.yaml'}: extends 'base.yaml': no such file and no built-in recipe"
+    )
+
+
+def test_a_run_with_a_length_that_is_not_whole_is_one_line(tmp_path):
+    (tmp_path / "recipe.yaml").write_text("run: {steps: 8.5}\n")
+    assert "recipe recipe: run.steps: got 8.5 (float), wanted a whole number" in refused(
+        tmp_path / "recipe.yaml"
+    )

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 
-from eagle_train.config import load_recipe
 from eagle_train.data.prepare import prepare
 from eagle_train.errors import UserError
 from eagle_train.evaluation.figures import acceptance_figures
@@ -20,6 +19,7 @@ from eagle_train.heads.disk import Head
 from eagle_train.io import read_json
 from eagle_train.losses.acceptance import AcceptanceCounts
 from eagle_train.progress import progress
+from eagle_train.recipe_files import load_recipe
 from eagle_train.shards.reader import Shards, open_shards
 from eagle_train.shards.schema import MANIFEST, holds_all_last, holds_aux
 from eagle_train.targets.extract import extract

@@ -12,9 +12,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from eagle_train.config import Recipe, load_recipe
+from eagle_train.config import Recipe
 from eagle_train.errors import UserError
 from eagle_train.evaluation.heads import find_head
+from eagle_train.recipe_files import load_recipe
 from eagle_train.shards import frozen_target
 from eagle_train.targets.load import DTYPES
 from eagle_train.training.checkpoints import FOLDER

@@ -9,10 +9,11 @@ from typing import IO, TYPE_CHECKING, Any
 
 import torch
 
-from eagle_train.config import Recipe, load_recipe
+from eagle_train.config import Recipe
 from eagle_train.errors import UserError
 from eagle_train.io import make_folder, os_error, read_json, write_json, write_text
 from eagle_train.provenance import tool_version
+from eagle_train.recipe_files import load_recipe
 from eagle_train.training.checkpoints import newest
 
 if TYPE_CHECKING:

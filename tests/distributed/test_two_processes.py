@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from eagle_train.config import load_recipe
 from eagle_train.io import load_tensors
+from eagle_train.recipe_files import load_recipe
 from eagle_train.training.loop import train
 from eagle_train.training.metrics import read_metrics
 

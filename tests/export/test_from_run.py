@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from eagle_train.config import load_recipe
 from eagle_train.evaluation.heads import open_head
 from eagle_train.export.export import export
 from eagle_train.export.source import find_source
 from eagle_train.heads.disk import load_head
 from eagle_train.io import load_tensors, write_json
+from eagle_train.recipe_files import load_recipe
 from eagle_train.training.loop import train
 
 _STEPS = ["run.steps=2", "run.epochs=null", "run.eval_every=1", "run.save_every=1", "data.held_out=4"]

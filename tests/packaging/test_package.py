@@ -113,7 +113,7 @@ def test_an_installed_wheel_answers_and_loads_every_recipe(wheel, tmp_path):
     empty.mkdir()
     script = """
 import eagle_cli.main, eagle_recipes, eagle_train
-from eagle_train.config import load_recipe, recipe_names
+from eagle_train.recipe_files import load_recipe, recipe_names
 for module in (eagle_cli, eagle_recipes, eagle_train):
     print(module.__name__, module.__file__)
 for name in recipe_names():

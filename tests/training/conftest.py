@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 
-from eagle_train.config import Recipe, load_recipe
+from eagle_train.config import Recipe
 from eagle_train.io import load_tensors
+from eagle_train.recipe_files import load_recipe
 
 
 @pytest.fixture

@@ -10,10 +10,10 @@ import sys
 import pytest
 import torch
 
-from eagle_train.config import load_recipe
 from eagle_train.errors import UserError
 from eagle_train.heads.disk import load_head
 from eagle_train.heads.draft_vocab import choose_draft_ids
+from eagle_train.recipe_files import load_recipe
 from eagle_train.shards.reader import open_shards
 from eagle_train.targets.extract import extract
 from eagle_train.training import build
