@@ -13,6 +13,14 @@ KINDS = ("eagle1", "eagle3")
 _ARCHITECTURES = {"eagle1": "LlamaForCausalLMEagle", "eagle3": "LlamaForCausalLMEagle3"}
 _OWN = ("kind", "feature_layers", "target", "fc_bias")  # written under the key below, no engine reads them
 _OWN_KEY = "eagle_train"
+_EAGLE3_ONLY = (
+    "fc_norm",
+    "norm_output",
+    "norm_before_fc",
+    "norm_before_residual",
+    "feature_layers",
+    "target_hidden_size",
+)
 
 
 @dataclass(frozen=True)
@@ -42,6 +50,9 @@ class HeadConfig:
     hidden_act: str = "silu"
     fc_norm: bool = False  # an RMSNorm on each captured layer before fc (EAGLE-3.1)
     norm_output: bool = False  # feed the normed output to the next step (EAGLE-3.1)
+    norm_before_fc: bool = False  # one RMSNorm over all captured layers together before fc
+    norm_before_residual: bool = False  # the first layer's residual is the normed feature
+    sliding_window: int | None = None  # a row sees this many rows, itself included; null = all
     fc_bias: bool = False
     attention_bias: bool = False
     dtype: str = "float32"
@@ -63,6 +74,8 @@ class HeadConfig:
             )
         if self.num_hidden_layers < 1:
             raise UserError(f"head: num_hidden_layers {self.num_hidden_layers}, wanted 1 or more")
+        if self.sliding_window is not None and self.sliding_window < 1:
+            raise UserError(f"head: sliding_window {self.sliding_window}, wanted 1 or more, or null")
         if self.kind == "eagle1":
             self._check_eagle1()
         elif self.feature_layers and list(self.feature_layers) != sorted(set(self.feature_layers)):
@@ -75,10 +88,8 @@ class HeadConfig:
             raise UserError(
                 "head: an eagle1 head uses the target's lm_head; draft_vocab_size must be left out"
             )
-        if self.fc_norm or self.norm_output or self.feature_layers or self.target_hidden_size is not None:
-            raise UserError(
-                "head: fc_norm, norm_output, feature_layers and target_hidden_size belong to eagle3 heads"
-            )
+        if names := [name for name in _EAGLE3_ONLY if getattr(self, name)]:
+            raise UserError(f"head: {', '.join(names)}: only eagle3 heads have such a setting")
 
     @property
     def feature_width(self) -> int:
@@ -170,6 +181,9 @@ class HeadConfig:
             "torch_dtype": self.dtype,
             "dtype": self.dtype,
         }
+        if self.sliding_window is not None:
+            value["sliding_window"] = self.sliding_window
+            value["layer_types"] = ["sliding_attention"] * self.num_hidden_layers
         if self.kind == "eagle3":
             value |= self._eagle3_keys()
         value[_OWN_KEY] = {
@@ -181,6 +195,7 @@ class HeadConfig:
         """Layer ids in both conventions: vLLM's v captures hs[v], SGLang's v captures hs[v+1]."""
         layers = list(self.feature_layers)
         value: dict[str, Any] = {"fc_norm": self.fc_norm, "norm_output": self.norm_output}
+        value |= {name: True for name in ("norm_before_fc", "norm_before_residual") if getattr(self, name)}
         if self.target_hidden_size is not None and self.target_hidden_size != self.hidden_size:
             value["target_hidden_size"] = self.target_hidden_size
         if layers:
@@ -223,15 +238,23 @@ class HeadConfig:
             "dtype": value.get("dtype") or value.get("torch_dtype") or "float32",
             "target": own.get("target", ""),
             "fc_bias": bool(own.get("fc_bias", value.get("bias", False))),
+            "sliding_window": value.get("sliding_window") if "layer_types" in value else None,
         }
         if kind == "eagle3":
-            nested = value.get("eagle_config") or {}
             layers = own.get("feature_layers") or value.get("eagle_aux_hidden_state_layer_ids")
-            values["feature_layers"] = tuple(layers or nested.get("eagle_aux_hidden_state_layer_ids") or ())
+            nested = (value.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids") or ()
+            values["feature_layers"] = tuple(layers or (k + 1 for k in nested))  # SGLang's v means hs[v+1]
             values["fc_norm"] = bool(value.get("fc_norm", False))
             values["norm_output"] = bool(value.get("norm_output", False))
+            values["norm_before_fc"] = bool(value.get("norm_before_fc", False))
+            values["norm_before_residual"] = bool(value.get("norm_before_residual", False))
             values["target_hidden_size"] = value.get("target_hidden_size")
         return cls(**values)
+
+
+def is_own(value: Mapping[str, Any]) -> bool:
+    """True for a config.json that `HeadConfig.to_json` wrote."""
+    return isinstance(value.get(_OWN_KEY), Mapping)
 
 
 def default_layers(num_target_layers: int) -> tuple[int, ...]:

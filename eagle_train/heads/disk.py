@@ -62,13 +62,16 @@ def load_head(folder: str | os.PathLike[str]) -> Head:
     Strict: UserError names every tensor that is missing, unexpected or misshapen, because engines
     load such files without a word and serve at an acceptance length of 1.
     """
-    config = load_config(folder)
     path = Path(folder) / WEIGHTS
-    stored, _ = load_tensors(path)
-    draft_ids = _draft_ids(stored, config, str(path))
+    return head_of_tensors(load_config(folder), load_tensors(path)[0], str(path))
+
+
+def head_of_tensors(config: HeadConfig, stored: dict[str, Tensor], where: str) -> Head:
+    """Return the head that `stored` holds under the names on disk, d2t and t2d included; strict as above."""
+    draft_ids = _draft_ids(stored, config, where)
     with torch.device("meta"):
         head = build_head(config, draft_ids if draft_ids is None else draft_ids.to("meta"))
-    _check(stored, dict(head.named_parameters()), str(path))
+    _check(stored, dict(head.named_parameters()), where)
     head = build_head(config, draft_ids)
     head.to(next(iter(stored.values())).dtype if stored else None)
     head.load_state_dict(stored, strict=False)

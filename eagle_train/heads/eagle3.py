@@ -26,11 +26,13 @@ class MidLayer(Layer):
     def __init__(self, config: HeadConfig) -> None:
         super().__init__(config, 0, width=2 * config.hidden_size, own_norm=True)
         self.hidden_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.norm_before_residual = config.norm_before_residual
 
-    def inputs(self, hidden: Tensor, embeds: Tensor) -> Tensor:
-        """Return [.., 2H], the embedding first."""
+    def inputs(self, hidden: Tensor, embeds: Tensor) -> tuple[Tensor, Tensor]:
+        """Return what attention reads [.., 2H], the embedding first, and the residual stream [.., H]."""
         normed = self.hidden_norm(hidden)
-        return torch.cat([self.input_layernorm(embeds.to(normed.dtype)), normed], dim=-1)
+        read = torch.cat([self.input_layernorm(embeds.to(normed.dtype)), normed], dim=-1)
+        return read, normed if self.norm_before_residual else hidden
 
 
 class Eagle3Head(nn.Module):
@@ -49,6 +51,8 @@ class Eagle3Head(nn.Module):
         hidden = config.hidden_size
         self.config = config
         self.fc = nn.Linear(config.feature_width, hidden, bias=config.fc_bias)
+        if config.norm_before_fc:
+            self.input_norm = RMSNorm(config.feature_width, config.rms_norm_eps)
         if config.fc_norm:
             width = config.feature_width // config.num_features
             self.fc_norm = nn.ModuleList(
@@ -68,6 +72,8 @@ class Eagle3Head(nn.Module):
         """Fuse captured layers [.., F] into the hidden state of step 0 [.., H]."""
         if not torch.is_autocast_enabled(features.device.type):  # which casts by itself
             features = features.to(self.fc.weight.dtype)
+        if self.config.norm_before_fc:
+            features = self.input_norm(features)
         if self.config.fc_norm:
             parts = features.chunk(self.config.num_features, dim=-1)
             features = torch.cat([norm(x) for norm, x in zip(self.fc_norm, parts, strict=True)], dim=-1)
@@ -84,7 +90,8 @@ class Eagle3Head(nn.Module):
         """Return the pre-norm output [.., H]; of packed `rows` alone where given, k and v on all."""
         angles = self.rotary(positions)
         first = None if len(self.layers) else rows
-        out = self.midlayer(self.midlayer.inputs(hidden, embeds), hidden, angles, attend, first)
+        read, residual = self.midlayer.inputs(hidden, embeds)
+        out = self.midlayer(read, residual, angles, attend, first)
         return run_further_layers(self.layers, out, angles, attend, rows)
 
     def carry(self, out: Tensor) -> Tensor:

@@ -149,6 +149,15 @@ def test_a_foreign_config_without_layer_ids_takes_the_defaults_of_its_target():
     assert HeadConfig.from_json({**foreign, "architectures": ["LlamaForCausalLM"]}).kind == "eagle1"
 
 
+def test_layer_ids_named_only_in_eagle_config_are_those_that_a_layer_leaves():
+    value = HeadConfig.for_target(TARGET, "eagle3", draft_vocab_size=40).to_json()
+    del value["eagle_train"]
+    assert HeadConfig.from_json(value).feature_layers == (2, 4, 5)
+    del value["eagle_aux_hidden_state_layer_ids"]
+    assert value["eagle_config"]["eagle_aux_hidden_state_layer_ids"] == [1, 3, 4]
+    assert HeadConfig.from_json(value).feature_layers == (2, 4, 5)
+
+
 def test_something_else_is_not_taken_for_a_head():
     with pytest.raises(UserError, match="lacks hidden_size, intermediate_size"):
         HeadConfig.from_json({"vocab_size": 3, "num_attention_heads": 2}, "x/config.json")

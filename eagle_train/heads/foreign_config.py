@@ -1,0 +1,288 @@
+"""config.json of heads made elsewhere, resolved into one HeadConfig; what is open is asked, not guessed.
+
+The same switch lies at the top level, in ``eagle_config`` or in ``transformer_layer_config``, layer ids
+count inputs of layers (vLLM, speculators) or outputs (SGLang, SpecForge, ModelOpt), and what is absent
+means different things to different readers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from eagle_train.errors import UserError
+from eagle_train.heads.config import HeadConfig, default_layers, rope_of
+from eagle_train.heads.foreign_tensors import ForeignTensors
+
+_OF_EAGLE3 = ("use_aux_hidden_state", "use_last_layernorm", "use_input_layernorm_in_first_layer")
+_MODELOPT = (*_OF_EAGLE3[1:], "use_mtp_layernorm", "next_layer_regular", "parallel_draft_step")
+_MUST_BE = {  # what a head here computes, whatever others can
+    "use_mtp_layernorm": False,
+    "next_layer_regular": True,
+    "layernorms": False,
+    "mlp_bias": False,
+    "parallel_draft_step": 1,
+    "logit_scale": 1.0,
+    "partial_rotary_factor": 1.0,
+}
+_PLAIN_BASE = 10000.0  # what every reader takes where a config names none
+
+
+@dataclass(frozen=True)
+class Told:
+    """What the user says about a head where its files leave it open; None leaves it to the files."""
+
+    layer_ids: tuple[int, ...] | None = None  # hs ids
+    rope_theta: float | None = None  # plain RoPE of this base, whatever config.json says
+    norm_before_residual: bool | None = None
+    sliding_window: int | None = None  # 0 for none
+    pickled: bool = False  # read a pytorch_model.bin, weights only
+
+
+@dataclass
+class Resolved:
+    """A foreign head's config, the name of its layout, and what a user should know about the reading."""
+
+    config: HeadConfig
+    layout: str
+    notes: list[str] = field(default_factory=list)
+
+
+def resolve(
+    value: Mapping[str, Any], tensors: ForeignTensors, told: Told, depth: int | None, where: str
+) -> Resolved:
+    """Return the config behind a foreign config.json. `depth` is n of the target, None where not known.
+
+    Raises UserError for what a head here cannot compute, for contradictions, and for what stays open, with
+    the option that answers it.
+    """
+    reader = _Reader(value, where)
+    kind, weights = tensors.kind, tensors.weights
+    layout = _layout(reader, kind, tensors.numbered_first)
+    of_kind = dict.fromkeys(_OF_EAGLE3, kind == "eagle3")
+    for name, wanted in (_MUST_BE | of_kind).items():
+        found = reader.get(name)
+        if found is not None and found != wanted:
+            raise UserError(f"{where}: {name} is {found!r}, eagle computes only {wanted!r}")
+    notes: list[str] = []
+    first = "midlayer" if kind == "eagle3" else "layers.0"
+    heads, hidden = reader.need("num_attention_heads"), reader.need("hidden_size")
+    head_dim = _head_dim(reader, weights, f"{first}.self_attn.q_proj.weight", heads, hidden)
+    layers = reader.get("num_hidden_layers")
+    if layers is not None and layers != tensors.num_layers:
+        raise UserError(f"{where}: num_hidden_layers is {layers}, the weights hold {tensors.num_layers}")
+    if reader.get("rms_norm_eps") is None:
+        notes.append("rms_norm_eps is absent: 1e-06, as every reader takes it")
+    values: dict[str, Any] = {
+        "kind": kind,
+        "hidden_size": hidden,
+        "intermediate_size": reader.need("intermediate_size"),
+        "num_attention_heads": heads,
+        "num_key_value_heads": reader.get("num_key_value_heads") or heads,
+        "head_dim": head_dim,
+        "vocab_size": reader.need("vocab_size"),
+        "max_position_embeddings": reader.get("max_position_embeddings") or 2048,
+        "rope_parameters": _rope(reader, told, notes),
+        "num_hidden_layers": tensors.num_layers,
+        "rms_norm_eps": reader.get("rms_norm_eps") or 1e-6,
+        "hidden_act": reader.get("hidden_act") or "silu",
+        "attention_bias": f"{first}.self_attn.q_proj.bias" in weights,
+        "fc_bias": "fc.bias" in weights,
+        "sliding_window": _window(reader, told, tensors.num_layers),
+        "target": _target(value),
+    }
+    if kind == "eagle1":
+        if reader.get("bias") and not values["fc_bias"]:
+            raise UserError(f"{where}: bias is true, but the weights lack fc.bias; was the file cut?")
+        values["draft_vocab_size"] = values["vocab_size"]
+        return Resolved(HeadConfig(**values), layout, notes)
+    values |= _eagle3(reader, tensors, told, depth, layout, notes)
+    return Resolved(HeadConfig(**values), layout, notes)
+
+
+class _Reader:
+    """Looks a key up at every level it may lie at; refuses levels that contradict each other."""
+
+    def __init__(self, value: Mapping[str, Any], where: str) -> None:
+        levels = (value.get("eagle_config"), value, value.get("transformer_layer_config"))
+        self.where = where
+        self.top = value
+        self.nested: Mapping[str, Any] = levels[0] if isinstance(levels[0], Mapping) else {}
+        self._levels = [level for level in levels if isinstance(level, Mapping)]
+
+    def get(self, name: str) -> Any:
+        """Return the value of `name`, None where it is absent or null."""
+        found = [level[name] for level in self._levels if level.get(name) is not None]
+        if any(other != found[0] for other in found[1:]):
+            raise UserError(f"{self.where}: {name} is {found[0]!r} and {found[1]!r}; correct one of them")
+        return found[0] if found else None
+
+    def need(self, name: str) -> Any:
+        """Return the value of `name`; UserError where there is none."""
+        found = self.get(name)
+        if found is None:
+            raise UserError(f"{self.where}: lacks {name}; is this a draft head's config.json?")
+        return found
+
+    def inner(self) -> Mapping[str, Any]:
+        """Return the level that holds the decoder layer's sizes and RoPE."""
+        inner = self.top.get("transformer_layer_config")
+        return inner if isinstance(inner, Mapping) else self.top
+
+
+def _layout(reader: _Reader, kind: str, numbered_first: bool) -> str:
+    """Name the layout; refuse a config that speaks of another kind than the weights."""
+    speculators = reader.top.get("speculators_model_type")
+    architectures = " ".join(reader.top.get("architectures") or ())
+    says = "eagle3" if "Eagle3" in architectures else None
+    if speculators is not None:
+        says = {"eagle": "eagle1", "eagle3": "eagle3"}.get(speculators, speculators)
+    if says is not None and says != kind:
+        raise UserError(f"{reader.where}: says {says}, the weights are those of an {kind} head")
+    if speculators is not None:
+        return "speculators"
+    if any(name in reader.nested for name in _MODELOPT):
+        return "ModelOpt"
+    if kind == "eagle3" and reader.nested and not numbered_first:
+        return "SpecForge"
+    return "EAGLE"
+
+
+def _head_dim(reader: _Reader, weights: Mapping[str, Tensor], name: str, heads: int, hidden: int) -> int:
+    said = reader.get("head_dim")
+    if said is None and name in weights and weights[name].shape[0] % heads == 0:
+        return int(weights[name].shape[0]) // heads
+    return said or hidden // heads
+
+
+def _rope(reader: _Reader, told: Told, notes: list[str]) -> dict[str, Any]:
+    """Return RoPE settings; a note where the file's own may not be what the head was trained with."""
+    if told.rope_theta is not None:
+        return {"rope_type": "default", "rope_theta": told.rope_theta}
+    inner = reader.inner()
+    parameters = inner.get("rope_parameters") or {}
+    bases = [
+        place["rope_theta"]
+        for place in (parameters, inner.get("rope_scaling") or {}, inner)
+        if place.get("rope_theta") is not None
+    ]
+    if any(base != bases[0] for base in bases[1:]):
+        raise UserError(
+            f"{reader.where}: rope_theta is {bases[0]:g} and {bases[1]:g}; say which with --rope-theta"
+        )
+    if float(parameters.get("partial_rotary_factor") or 1.0) != 1.0:
+        raise UserError(f"{reader.where}: partial_rotary_factor: eagle rotates whole heads only")
+    rope = rope_of(inner)
+    if not bases:
+        notes.append(
+            f"rope_theta is absent: {_PLAIN_BASE:g}, as every reader takes it; --rope-theta to differ"
+        )
+        rope["rope_theta"] = _PLAIN_BASE
+    if bases and rope["rope_type"] != "default":
+        notes.append(
+            f"RoPE is {rope['rope_type']} with base {bases[0]:g}, as engines read it; some trainers computed "
+            "plain RoPE of base 10000 under such a config: if few guesses stand, try --rope-theta 10000"
+        )
+    return rope
+
+
+def _window(reader: _Reader, told: Told, num_layers: int) -> int | None:
+    """Return the sliding window. Layers without ``layer_types`` are read differently by everyone."""
+    if told.sliding_window is not None:
+        return told.sliding_window or None
+    width, kinds = reader.get("sliding_window"), reader.get("layer_types")
+    if kinds is not None:
+        used = set(kinds[:num_layers])
+        if used == {"full_attention"}:
+            return None
+        if used == {"sliding_attention"} and width is not None:
+            return int(width)
+        raise UserError(f"{reader.where}: layer_types {kinds} with sliding_window {width}: not computed here")
+    if width is None or reader.get("use_sliding_window") is False:
+        return None
+    raise UserError(
+        f"{reader.where}: sliding_window {width} without layer_types, which some readers use and others "
+        f"ignore; say --sliding-window {width}, or 0 for none"
+    )
+
+
+def _eagle3(
+    reader: _Reader, tensors: ForeignTensors, told: Told, depth: int | None, layout: str, notes: list[str]
+) -> dict[str, Any]:
+    weights, where = tensors.weights, reader.where
+    lm_head = weights.get("lm_head.weight")
+    if lm_head is None:
+        raise UserError(f"{where}: the weights lack lm_head.weight; an eagle3 head has its own")
+    for switch, name in (("fc_norm", "fc_norm.0.weight"), ("norm_before_fc", "input_norm.weight")):
+        if bool(reader.get(switch)) != (name in weights):
+            there = "has" if name in weights else "lacks"
+            raise UserError(f"{where}: {switch} is {bool(reader.get(switch))}, but the file {there} {name}")
+    width = reader.get("target_hidden_size")
+    return {
+        "draft_vocab_size": reader.get("draft_vocab_size") or int(lm_head.shape[0]),
+        "feature_layers": _layer_ids(reader, told, depth, notes),
+        "target_hidden_size": None if width == reader.need("hidden_size") else width,
+        "fc_norm": bool(reader.get("fc_norm")),
+        "norm_output": bool(reader.get("norm_output")),
+        "norm_before_fc": bool(reader.get("norm_before_fc")),
+        "norm_before_residual": _norm_before_residual(reader, told, layout),
+    }
+
+
+def _norm_before_residual(reader: _Reader, told: Told, layout: str) -> bool:
+    said = reader.get("norm_before_residual")
+    if told.norm_before_residual is not None:
+        return told.norm_before_residual
+    if said is None and layout == "speculators":
+        raise UserError(
+            f"{reader.where}: norm_before_residual is absent, which vLLM reads as true and speculators as "
+            "false; say --norm-before-residual or --no-norm-before-residual"
+        )
+    return bool(said)
+
+
+def _layer_ids(reader: _Reader, told: Told, depth: int | None, notes: list[str]) -> tuple[int, ...]:
+    """Return the captured layers as hs ids, () for what every reader takes without ids.
+
+    vLLM and speculators name at the top level the layer that a state enters (hs[v]); SGLang, SpecForge and
+    ModelOpt name in ``eagle_config`` the layer that it leaves (hs[v + 1]).
+    """
+    if told.layer_ids is not None:
+        return told.layer_ids
+    key = "eagle_aux_hidden_state_layer_ids"
+    entering = tuple(sorted(reader.top.get(key) or ()))
+    leaving = tuple(sorted(reader.nested.get(key) or ()))
+    if not entering and not leaving:
+        notes.append("no layer ids: 2, n/2 and n-3 of the target's n layers, as every reader takes them")
+        return ()
+    as_outputs = tuple(k + 1 for k in leaving or entering)
+    if entering and leaving and entering == as_outputs:
+        return entering
+    usual = default_layers(depth) if depth is not None and depth >= 7 else None
+    if not entering and usual is not None and usual in (leaving, as_outputs):
+        return usual
+    if not leaving and as_outputs != usual:
+        return entering
+    if not entering and depth is None:
+        raise UserError(
+            f"{reader.where}: layer ids {list(leaving)} in eagle_config, which some count from layers' "
+            "inputs and others from outputs; give --target, whose depth may tell, or --layer-ids"
+        )
+    raise _open_layers(reader.where, entering or leaving, as_outputs)
+
+
+def _open_layers(where: str, as_inputs: tuple[int, ...], as_outputs: tuple[int, ...]) -> UserError:
+    first, second = (",".join(map(str, ids)) for ids in (as_inputs, as_outputs))
+    return UserError(
+        f"{where}: layer ids may mean hs[{first}] (as vLLM reads them) or hs[{second}] (as SGLang does); "
+        f"say --layer-ids {first} or --layer-ids {second}"
+    )
+
+
+def _target(value: Mapping[str, Any]) -> str:
+    """Return the target's name where a speculators config has it."""
+    verifier = (value.get("speculators_config") or {}).get("verifier") or {}
+    return str(verifier.get("name_or_path") or "")

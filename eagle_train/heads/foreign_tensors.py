@@ -1,0 +1,148 @@
+"""Tensors of heads made elsewhere, brought to the names that heads have here.
+
+The layouts: EAGLE's own repository, SpecForge and SGLang (``midlayer.*``), speculators and ModelOpt
+(``layers.0.*``), each with or without copies of the target's embedding and lm_head.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from eagle_train.errors import UserError
+from eagle_train.heads.disk import WEIGHTS
+from eagle_train.io import load_tensors, read_json
+
+PICKLED, INDEX = "pytorch_model.bin", "model.safetensors.index.json"
+_DROPPED = ("rotary_emb.inv_freq", "verifier_norm.weight", "verifier_lm_head.weight")
+_RENAMED = {"fusion_fc.": "fc.", "transformer.": "layers.0."}  # speculators, EAGLE-1
+_NOT_COMPUTED = {
+    "q_norm": "norms on queries and keys",
+    "k_norm": "norms on queries and keys",
+    "kv_a_proj": "latent attention",
+    "kv_b_proj": "latent attention",
+    "experts": "a mixture of experts",
+    "parallel_draft_heads": "parallel drafting",
+    "mask_hidden": "parallel drafting",
+    "weight_scale": "quantised weights",
+    "input_scale": "quantised weights",
+    "embedding_layernorm": "a norm on the embedding",
+    "pre_lm_head_layernorm": "a norm before lm_head",
+    "eh_proj": "a head of the MTP kind",
+    "lora_": "low-rank adapters",
+    "medusa": "a Medusa head",
+}
+
+
+@dataclass
+class ForeignTensors:
+    """Weights under the names that heads have here, and what came beside them."""
+
+    kind: str
+    weights: dict[str, Tensor]
+    maps: dict[str, Tensor]  # d2t, t2d
+    embedding: Tensor | None  # [V, H], a copy of the target's, or not
+    lm_head: Tensor | None  # [V, H], an EAGLE-1 head's copy of the target's, or not
+    numbered_first: bool  # the first layer is called layers.0
+
+    @property
+    def num_layers(self) -> int:
+        """How many decoder layers there are."""
+        numbers = {name.split(".")[1] for name in self.weights if name.startswith("layers.")}
+        return len(numbers) + any(name.startswith("midlayer.") for name in self.weights)
+
+
+def read_tensors(folder: Path, pickled: bool) -> dict[str, Tensor]:
+    """Return all tensors of a head directory, of ``pytorch_model.bin`` only where `pickled` says so.
+
+    A pickle is opened weights-only. Raises UserError naming what is missing or damaged.
+    """
+    if (folder / INDEX).is_file():
+        names = sorted(set(read_json(folder / INDEX, "fetch it again").get("weight_map", {}).values()))
+        return {key: tensor for name in names for key, tensor in load_tensors(folder / name)[0].items()}
+    if (folder / WEIGHTS).is_file():
+        return load_tensors(folder / WEIGHTS)[0]
+    file = folder / PICKLED
+    if not file.is_file():
+        raise UserError(f"{folder}: holds neither {WEIGHTS} nor {PICKLED}; wanted a draft head")
+    if not pickled:
+        raise UserError(
+            f"{file}: a pickle, which is read (weights only) on request alone; give --allow-bin, or make "
+            f"a directory of it once: eagle import {folder} --allow-bin --out head/"
+        )
+    try:
+        loaded = torch.load(file, map_location="cpu", weights_only=True)
+    except Exception as error:  # unpickling raises whatever the bytes lead to
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise UserError(f"{file}: cannot be read weights-only ({reason}); fetch it again") from error
+    if not isinstance(loaded, dict) or not all(isinstance(value, Tensor) for value in loaded.values()):
+        raise UserError(f"{file}: holds no table of tensors; wanted a head's state_dict")
+    return dict(loaded)
+
+
+def to_our_names(stored: dict[str, Tensor], where: str) -> ForeignTensors:
+    """Return `stored` under our names. Raises UserError naming tensors of a kind not computed here."""
+    for name in stored:
+        for part, what in _NOT_COMPUTED.items():
+            if part in name:
+                raise UserError(f"{where}: {name} belongs to {what}, which eagle does not compute")
+    weights = {_renamed(name): value for name, value in stored.items() if not name.endswith(_DROPPED)}
+    maps: dict[str, Tensor] = {name: weights.pop(name) for name in ("d2t", "t2d") if name in weights}
+    embedding = weights.pop("embed_tokens.weight", None)
+    numbered_first = not any(name.startswith("midlayer.") for name in weights)
+    if any(name.endswith(".hidden_norm.weight") for name in weights):
+        kind = "eagle3"
+        weights = {_layer_of_eagle3(name, numbered_first): value for name, value in weights.items()}
+    elif "fc.weight" in weights and any(name.startswith("layers.0.") for name in weights):
+        kind = "eagle1"
+    else:
+        raise UserError(
+            f"{where}: no draft head that eagle knows: wanted fc.weight with a decoder layer (layers.0.* or "
+            f"midlayer.*), found {', '.join(list(stored)[:4]) or 'nothing'}"
+        )
+    lm_head = weights.pop("lm_head.weight", None) if kind == "eagle1" else None
+    _complete_biases(weights)
+    return ForeignTensors(kind, weights, maps, embedding, lm_head, numbered_first)
+
+
+def common_dtype(weights: dict[str, Tensor], where: str) -> torch.dtype:
+    """Return the narrowest float dtype that holds every weight. Raises UserError for other dtypes."""
+    for name, value in weights.items():
+        if value.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+            raise UserError(f"{where}: {name} is {value.dtype}, wanted float32, bfloat16 or float16")
+    dtype = next(iter(weights.values())).dtype
+    for value in weights.values():
+        dtype = torch.promote_types(dtype, value.dtype)
+    return dtype
+
+
+def _renamed(name: str) -> str:
+    for old, new in _RENAMED.items():
+        if name.startswith(old):
+            return new + name.removeprefix(old)
+    return name
+
+
+def _layer_of_eagle3(name: str, numbered_first: bool) -> str:
+    """Call the first layer midlayer, and number those above it from 0."""
+    found = re.match(r"layers\.(\d+)\.", name)
+    if not found or not numbered_first:
+        return name
+    number, rest = int(found[1]), name[found.end() :]
+    return f"midlayer.{rest}" if number == 0 else f"layers.{number - 1}.{rest}"
+
+
+def _complete_biases(weights: dict[str, Tensor]) -> None:
+    """Give every attention that has some of its four biases the others, as zeros."""
+    layers = {
+        name.split(".self_attn.")[0] for name in weights if re.search(r"self_attn\.\w_proj\.bias", name)
+    }
+    for layer in layers:
+        for part in ("q", "k", "v", "o"):
+            weight = weights.get(f"{layer}.self_attn.{part}_proj.weight")
+            if weight is not None:
+                weights.setdefault(f"{layer}.self_attn.{part}_proj.bias", weight.new_zeros(len(weight)))
