@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -11,8 +10,9 @@ from torch import Tensor
 
 from eagle_train.decoding.cache import HeadCache
 from eagle_train.decoding.reader import Rows
-from eagle_train.decoding.sampling import Chance, Sampling, distribution
-from eagle_train.decoding.trees import EAGLE1_PATHS, StaticShape, Tree, grow_dynamic, grow_static
+from eagle_train.decoding.sampling import Chance, Sampling, distribution, without
+from eagle_train.decoding.shapes import Chain, Dynamic, Sampled, Shape, Static
+from eagle_train.decoding.trees import StaticShape, Tree, grow_dynamic, grow_static
 from eagle_train.errors import UserError
 from eagle_train.heads.disk import Head
 from eagle_train.targets.load import Target
@@ -33,58 +33,12 @@ class Drafter(Protocol):
         ...
 
     def propose(self) -> Tree:
-        """Guess what follows the last token observed; that token is the tree's root."""
+        """Guess what follows the last token observed; that token is the tree's root.
+
+        The tree says how its guesses were drawn, and may end in nodes of the drafter's own, which the target
+        reads in the same forward and nobody verifies.
+        """
         ...
-
-
-@dataclass(frozen=True)
-class Chain:
-    """One guess after the other: the head's best when greedy, else drawn from the head's law."""
-
-    gamma: int = 3
-
-    def __post_init__(self) -> None:
-        if self.gamma < 1:
-            raise UserError(f"chain: got {self.gamma} guesses, wanted at least 1")
-
-    @property
-    def figures(self) -> dict[str, object]:
-        """How reports name this shape. `nodes` counts the root."""
-        return {"draft": "chain", "nodes": self.gamma + 1, "depth": self.gamma}
-
-
-@dataclass(frozen=True)
-class Static:
-    """A fixed tree of ranks; the default is EAGLE-1's with 25 guesses."""
-
-    paths: tuple[tuple[int, ...], ...] = EAGLE1_PATHS
-
-    @property
-    def figures(self) -> dict[str, object]:
-        """How reports name this shape. `nodes` counts the root."""
-        return {"draft": "static", "nodes": len(self.paths) + 1, "depth": max(map(len, self.paths))}
-
-
-@dataclass(frozen=True)
-class Dynamic:
-    """EAGLE-2's tree, grown each round. `total_tokens` counts the root, `depth` levels of guesses."""
-
-    total_tokens: int = 60
-    top_k: int = 10
-    depth: int = 8
-
-    def __post_init__(self) -> None:
-        for name, least in (("total_tokens", 2), ("top_k", 1), ("depth", 1)):
-            if getattr(self, name) < least:
-                raise UserError(f"dynamic tree: got {name} {getattr(self, name)}, wanted at least {least}")
-
-    @property
-    def figures(self) -> dict[str, object]:
-        """How reports name this shape. `nodes` counts the root."""
-        return {"draft": "dynamic", "nodes": self.total_tokens, "depth": self.depth, "top_k": self.top_k}
-
-
-Shape = Chain | Static | Dynamic
 
 
 class HeadDrafter:
@@ -138,11 +92,12 @@ class HeadDrafter:
 
     def propose(self) -> Tree:
         """Draft a tree below the last token observed."""
-        first = self.head.logits(self._outs[0], self.frozen)  # (D,)
-        if isinstance(self.shape, Chain) and not self.sampling.greedy:
-            return self._sampled_chain(first, self.shape.gamma)
-        if isinstance(self.shape, Dynamic):
-            shape = self.shape
+        first, shape = self.head.logits(self._outs[0], self.frozen), self.shape  # (D,)
+        if isinstance(shape, Chain) and (shape.stop or not self.sampling.greedy):
+            return self._sampled(first, (1,) * shape.gamma, shape.stop)
+        if isinstance(shape, Sampled) and not self.sampling.greedy:
+            return self._sampled(first, shape.widths)
+        if isinstance(shape, Dynamic):
             draft_ids, parents, _ = grow_dynamic(
                 first,
                 self._expand,
@@ -156,17 +111,40 @@ class HeadDrafter:
         ids = torch.cat([self._root[None], self.head.target_ids(draft_ids)])
         return Tree(tuple(ids.tolist()), parents)
 
-    def _sampled_chain(self, logits: Tensor, gamma: int) -> Tree:
-        """Draw each guess from the head's law after the same temperature, top-k and top-p as the target's."""
-        tokens, q = [int(self._root)], []
-        for slot in range(gamma):
-            law = distribution(logits, self.sampling)  # (D,)
-            drawn = torch.tensor([self.chance.choose(law)], device=law.device)
-            tokens.append(int(self.head.target_ids(drawn)))
-            q.append(law.new_zeros(self.frozen.vocab_size).index_copy_(0, self.head.draft_ids, law))  # (V,)
-            if slot + 1 < gamma:
-                logits = self._expand(drawn, torch.tensor([slot], device=law.device))[0]
-        return Tree(tuple(tokens), tuple(range(-1, gamma)), (*q, None))
+    def _sampled(self, logits: Tensor, widths: tuple[int, ...], stop: float = 0.0) -> Tree:
+        """Draw children from the head's law after the target's temperature, top-k and top-p.
+
+        `logits` [D] are those of the last verified row. Whether guess i of a chain is made depends on the law
+        it would be drawn from and on earlier guesses, never on its own value: sampling stays lossless.
+        """
+        tokens, parents, q = [int(self._root)], [-1], []
+        nodes, slots, rows = [0], [0], logits[None]  # (k, D)
+        first_slot, reach = 1, 1.0
+        for depth, width in enumerate(widths):
+            if stop and reach * float(rows[0].float().softmax(-1).amax()) < stop:
+                break
+            drawn, below, grown = [], [], []
+            for node, slot, law in zip(nodes, slots, distribution(rows, self.sampling), strict=True):
+                q.append(self._over_targets(law))
+                for draft_id in draw_without_replacement(law, width, self.chance):
+                    grown.append(len(tokens))
+                    tokens.append(int(self.head.target_ids(torch.tensor(draft_id))))
+                    parents.append(node)
+                    drawn.append(draft_id)
+                    below.append(slot)
+            if stop:
+                reach *= float(rows[0].float().softmax(-1)[drawn[0]])
+            nodes = grown
+            if depth + 1 < len(widths):
+                at = self._root.device
+                rows = self._expand(torch.tensor(drawn, device=at), torch.tensor(below, device=at))
+                slots = list(range(first_slot, first_slot + len(drawn)))
+                first_slot += len(drawn)
+        return Tree(tuple(tokens), tuple(parents), (*q, *[None] * (len(tokens) - len(q))))
+
+    def _over_targets(self, law: Tensor) -> Tensor:
+        """Spread a law [D] over the target's vocabulary, [V]."""
+        return law.new_zeros(self.frozen.vocab_size).index_copy_(0, self.head.draft_ids, law)
 
     def _expand(self, draft_ids: Tensor, slots: Tensor) -> Tensor:
         """Run the head on k drafted tokens below the rows in `slots`; return their logits [k, D]."""
@@ -200,10 +178,23 @@ class HeadDrafter:
             )
 
 
+def draw_without_replacement(law: Tensor, number: int, chance: Chance) -> list[int]:
+    """Return up to `number` tokens drawn one after the other from `law` [D] without those drawn before.
+
+    As many as the law has possible tokens at most.
+    """
+    drawn: list[int] = []
+    for _ in range(min(number, int((law > 0).sum()))):
+        drawn.append(chance.choose(law))
+        if len(drawn) < number:
+            law = without(law, drawn[-1])
+    return drawn
+
+
 def _static_shape(shape: Shape) -> StaticShape | None:
     if isinstance(shape, Chain):
         return StaticShape.chain(shape.gamma)
-    return StaticShape.from_paths(shape.paths) if isinstance(shape, Static) else None
+    return StaticShape.from_paths(shape.paths) if isinstance(shape, Static | Sampled) else None
 
 
 def check_fit(head: Head, target: Target) -> None:

@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 
 from eagle_train.decoding.drafters import Drafter
+from eagle_train.decoding.law import TargetLaw
 from eagle_train.decoding.reader import TargetReader
-from eagle_train.decoding.sampling import Chance, Sampling, SeededChance, distribution
+from eagle_train.decoding.sampling import Chance, Sampling, SeededChance, distribution, penalised
 from eagle_train.decoding.trees import Tree
-from eagle_train.decoding.verify import verify_greedy, verify_sampled
+from eagle_train.decoding.verify import verify_block, verify_greedy, verify_sampled
 from eagle_train.errors import UserError
 from eagle_train.losses.acceptance import AcceptanceCounts
 from eagle_train.targets.load import Target
@@ -21,13 +22,17 @@ from eagle_train.targets.load import Target
 
 @dataclass(frozen=True)
 class Settings:
-    """How a text is continued. `eos_ids` None means the target's own; `prefill_chunk` is in tokens."""
+    """How a text is continued. `eos_ids` None means the target's own; `prefill_chunk` is in tokens.
+
+    `block`: chains of samples are accepted as a whole rather than guess by guess.
+    """
 
     max_new_tokens: int = 128
     sampling: Sampling = field(default_factory=Sampling)
     eos_ids: tuple[int, ...] | None = None
     seed: int = 0
     prefill_chunk: int = 2048
+    block: bool = False
 
     def __post_init__(self) -> None:
         if self.max_new_tokens < 1:
@@ -78,13 +83,14 @@ def generate(
         for start, seen in reader.read_prompt(prompt, settings.prefill_chunk):
             end = start + len(seen.last)
             if end == len(prompt):
-                answer.add([_pick(target, seen.last[-1], settings.sampling, chance)], None)
+                answer.add([_pick(target, prompt, seen.last[-1], settings.sampling, chance)], None)
             drafter.observe(reader.rows(start, [*prompt, *answer.made.ids][start : end + 1], seen))
         clock.prefill_ends()
         while not answer.finished:
             tree = drafter.propose()
             seen = reader.read_tree(tree)
-            path, token = _verify(target, tree, seen.last, settings.sampling, chance)
+            law = TargetLaw(target, settings.sampling, [*prompt, *answer.made.ids], tree, seen.last)
+            path, token = _verify(tree, law, settings, chance)
             answer.add([*(tree.tokens[node] for node in path), token], len(path))
             if not answer.finished:
                 drafter.observe(reader.keep(tree, path, token, seen))
@@ -102,33 +108,31 @@ def plain(
     """Continue a prompt with the target alone, one token per forward. Has no rounds."""
     chance = chance or SeededChance(settings.seed)
     answer = _Answer(target, settings, on_tokens)
+    prompt = _checked(prompt_ids)
     with TargetReader(target, ()) as reader, _Clock(target, answer.made) as clock:
-        for _, seen in reader.read_prompt(_checked(prompt_ids), settings.prefill_chunk):
+        for _, seen in reader.read_prompt(prompt, settings.prefill_chunk):
             last = seen.last[-1]
-        answer.add([_pick(target, last, settings.sampling, chance)], None)
+        answer.add([_pick(target, prompt, last, settings.sampling, chance)], None)
         clock.prefill_ends()
         while not answer.finished:
             last = reader.read(answer.made.ids[-1:]).last[-1]
-            answer.add([_pick(target, last, settings.sampling, chance)], None)
+            text = [*prompt, *answer.made.ids]
+            answer.add([_pick(target, text, last, settings.sampling, chance)], None)
     return answer.made
 
 
-def _verify(
-    target: Target, tree: Tree, last: Tensor, sampling: Sampling, chance: Chance
-) -> tuple[list[int], int]:
-    """Walk the tree with the target's outputs after its nodes, `last` [n, H]."""
-    if not sampling.greedy:
-        law_after = lambda node: distribution(target.logits(last[node]), sampling)  # noqa: E731
-        return verify_sampled(tree, law_after, chance)
-    if last.device.type == "cpu":  # the lm_head only where the walk comes by
-        return verify_greedy(tree, lambda node: int(target.logits(last[node]).argmax()))
-    best = target.logits(last).argmax(-1).tolist()  # one wait for the device
-    return verify_greedy(tree, lambda node: best[node])
+def _verify(tree: Tree, law: TargetLaw, settings: Settings, chance: Chance) -> tuple[list[int], int]:
+    """Return the nodes that stand and the token that follows, by the rule for how the guesses were drawn."""
+    if settings.sampling.greedy:
+        return verify_greedy(tree, law.best)
+    if settings.block and tree.q is not None and tree.is_chain:
+        return verify_block(tree, law, chance)
+    return verify_sampled(tree, law, chance)
 
 
-def _pick(target: Target, last: Tensor, sampling: Sampling, chance: Chance) -> int:
-    """Choose the token that follows a final state [H]."""
-    logits = target.logits(last)
+def _pick(target: Target, text: list[int], last: Tensor, sampling: Sampling, chance: Chance) -> int:
+    """Choose the token that follows `text`, whose final state is `last` [H]."""
+    logits = penalised(target.logits(last), text, sampling.repetition_penalty)
     return int(logits.argmax()) if sampling.greedy else chance.choose(distribution(logits, sampling))
 
 

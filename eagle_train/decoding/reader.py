@@ -26,6 +26,7 @@ class Rows:
     tokens: Tensor  # int64 [m+1]: x[start] .. x[start+m]; the last is the next root, not read yet
     aux: Tensor | None  # [m, F] captured layers, low to high
     last: Tensor  # [m, H] after the final norm
+    own: Tensor | None = None  # [k, H] after the final norm, at the drafter's own nodes of the tree before
 
 
 class TargetReader:
@@ -80,7 +81,8 @@ class TargetReader:
         rows = torch.tensor(kept, device=captured.last.device)
         tokens = [*(tree.tokens[node] for node in kept), token]
         aux = None if captured.aux is None else captured.aux[rows]
-        return Rows(start, self._ids(tokens)[0], aux, captured.last[rows])
+        own = captured.last[len(tree) - tree.own :] if tree.own else None
+        return Rows(start, self._ids(tokens)[0], aux, captured.last[rows], own)
 
     def rows(self, start: int, tokens: Sequence[int], captured: Captured) -> Rows:
         """Join features [m, ..] with the m+1 tokens from `start` on."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -13,19 +14,29 @@ from eagle_train.errors import UserError
 
 @dataclass(frozen=True)
 class Sampling:
-    """Temperature, top-k and top-p, applied in this order. Temperature 0 is greedy; top_k 0 keeps all."""
+    """Repetition penalty, temperature, top-k and top-p, applied in this order.
+
+    Temperature 0 is greedy; top_k 0 keeps all; a repetition penalty of 1 changes nothing.
+    """
 
     temperature: float = 0.0
     top_k: int = 0
     top_p: float = 1.0
+    repetition_penalty: float = 1.0
 
     def __post_init__(self) -> None:
         if not 0 <= self.temperature < float("inf"):
             raise UserError(f"temperature: got {self.temperature}, wanted 0 (greedy) or more")
         if self.top_k < 0:
             raise UserError(f"top-k: got {self.top_k}, wanted 0 (off) or more")
-        if not 0 <= self.top_p <= 1:
-            raise UserError(f"top-p: got {self.top_p}, wanted a number from 0 to 1")
+        if not 0 < self.top_p <= 1:
+            raise UserError(
+                f"top-p: got {self.top_p}, wanted a number above 0, at most 1; temperature 0 is greedy"
+            )
+        if not 0 < self.repetition_penalty < float("inf"):
+            raise UserError(
+                f"repetition-penalty: got {self.repetition_penalty}, wanted a number above 0 (1 is off)"
+            )
 
     @property
     def greedy(self) -> bool:
@@ -57,6 +68,31 @@ def distribution(logits: Tensor, sampling: Sampling) -> Tensor:
         p = p.masked_fill(torch.zeros_like(dropped).scatter(-1, order, dropped), 0)
         p = p / p.sum(-1, keepdim=True)
     return p
+
+
+def penalised(logits: Tensor, text: Sequence[int], penalty: float) -> Tensor:
+    """Return logits [V], those of tokens in `text` divided by `penalty`, or times it where below 0.
+
+    Source: CTRL (arXiv 1909.05858), section 4.1, in the form of transformers.
+    """
+    if penalty == 1:
+        return logits
+    seen = torch.tensor(sorted(set(text)), device=logits.device)
+    old = logits[seen]
+    return logits.index_copy(0, seen, torch.where(old < 0, old * penalty, old / penalty))
+
+
+def without(law: Tensor, token: int) -> Tensor:
+    """Return the law once `token` is out of the question; the law itself where nothing else was possible."""
+    rest = law.clone()
+    rest[token] = 0
+    return scaled(rest, law)
+
+
+def scaled(weights: Tensor, otherwise: Tensor) -> Tensor:
+    """Return weights / sum; `otherwise` where no weight is left, which rounding alone can bring about."""
+    total = weights.sum()
+    return weights / total if total > 0 else otherwise
 
 
 class Chance(Protocol):

@@ -31,12 +31,14 @@ class Tree:
     Node 0 is the root, the last emitted token. `parents[0]` is -1 and every parent comes before its children.
     `q` says how the children were drawn: None, they are not samples of a known law (verified by the target's
     own probabilities alone); otherwise `q[i]`, float [V], is the law that the children of node i were drawn
-    from, without replacement and in node order (None for a leaf).
+    from, without replacement and in node order (None for a leaf). The last `own` nodes are the drafter's own:
+    the target reads them with the others, for the drafter to see its outputs there; no rule looks at them.
     """
 
     tokens: tuple[int, ...]
     parents: tuple[int, ...]
     q: tuple[Tensor | None, ...] | None = None
+    own: int = 0
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -51,11 +53,29 @@ class Tree:
 
     @cached_property
     def children(self) -> tuple[tuple[int, ...], ...]:
-        """The children of each node in node order."""
+        """The guesses below each node, in node order."""
         children: list[list[int]] = [[] for _ in self.parents]
-        for node, parent in enumerate(self.parents[1:], start=1):
-            children[parent].append(node)
+        for node in range(1, len(self) - self.own):
+            children[self.parents[node]].append(node)
         return tuple(map(tuple, children))
+
+    @property
+    def is_chain(self) -> bool:
+        """True when every guess hangs below the one before it."""
+        guesses = len(self) - self.own
+        return self.parents[:guesses] == tuple(range(-1, guesses - 1))
+
+    def path(self, node: int) -> list[int]:
+        """The nodes from the root's child down to `node`; [] for the root."""
+        path: list[int] = []
+        while node > 0:
+            path.append(node)
+            node = self.parents[node]
+        return path[::-1]
+
+    def words(self, node: int) -> tuple[int, ...]:
+        """The guesses on the way from the root, itself left out, down to `node`."""
+        return tuple(self.tokens[i] for i in self.path(node))
 
     @cached_property
     def sees(self) -> Tensor:

@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from eagle_train.decoding.sampling import Chance
+from eagle_train.decoding.sampling import Chance, scaled, without
 from eagle_train.decoding.trees import Tree
 
 
@@ -67,17 +67,45 @@ def verify_sampled(tree: Tree, law_after: Callable[[int], Tensor], chance: Chanc
 def _refused(p: Tensor, q: Tensor | None, token: int) -> tuple[Tensor, Tensor | None]:
     """Return p and q as they are once `token` has been refused."""
     if q is None:
-        return _scaled(_without(p, token), p), None
-    return _scaled((p - q).clamp_min(0), p), _scaled(_without(q, token), q)
+        return without(p, token), None
+    return scaled(_residual(p, q), p), without(q, token)
 
 
-def _without(law: Tensor, token: int) -> Tensor:
-    law = law.clone()
-    law[token] = 0
-    return law
+def _residual(p: Tensor, q: Tensor, share: float = 1.0) -> Tensor:
+    """Return what is left of share * p once q is taken off, not normalised."""
+    return (share * p - q).clamp_min(0)
 
 
-def _scaled(weights: Tensor, otherwise: Tensor) -> Tensor:
-    """Return weights / sum. No weight left means a refusal of probability 0, seen through rounding only."""
-    total = weights.sum()
-    return weights / total if total > 0 else otherwise
+def verify_block(tree: Tree, law_after: Callable[[int], Tensor], chance: Chance) -> tuple[list[int], int]:
+    """Accept the longest beginning of a chain of samples that may stand; the law stays the target's.
+
+    Node i holds guess x_i, drawn from q_i = tree.q[i-1]; p_i is the target's law there. With P_0 = 1 and
+    P_i = min(1, P_{i-1} p_i(x_i) / q_i(x_i)), guesses 1..i stand together with probability
+    h_i = R / (R + 1 - P_i), R being the weight of max(0, P_i p_{i+1} - q_{i+1}), and h_gamma = P_gamma; the
+    longest that does is kept. Never keeps fewer guesses in expectation than one decision per guess.
+    Source: Sun et al. 2024, Block Verification Accelerates Speculative Decoding (arXiv 2403.10444).
+    """
+    assert tree.q is not None
+    assert tree.is_chain, "block verification is for a chain of samples"
+    gamma = len(tree) - 1 - tree.own
+    p = [law_after(node) for node in range(gamma + 1)]  # p[i] is the law of the token after node i
+    shares = [1.0]  # P_0 .. P_gamma
+    for i in range(gamma):
+        q, token = tree.q[i], tree.tokens[i + 1]
+        assert q is not None
+        shares.append(min(1.0, shares[i] * float(p[i][token] / q[token])))
+    if gamma and chance.accept(shares[gamma]):
+        return list(range(1, gamma + 1)), chance.choose(p[gamma])
+    for i in range(gamma - 1, 0, -1):
+        rest = float(_residual(p[i], tree.q[i], shares[i]).sum())  # type: ignore[arg-type]
+        if chance.accept(1.0 if rest + 1 - shares[i] <= 0 else rest / (rest + 1 - shares[i])):
+            return _stop_block(tree, p, shares, i, chance)
+    return _stop_block(tree, p, shares, 0, chance)
+
+
+def _stop_block(
+    tree: Tree, p: list[Tensor], shares: list[float], kept: int, chance: Chance
+) -> tuple[list[int], int]:
+    q = tree.q[kept] if tree.q is not None else None
+    rest = p[kept] if q is None else scaled(_residual(p[kept], q, shares[kept]), p[kept])
+    return list(range(1, kept + 1)), chance.choose(rest)

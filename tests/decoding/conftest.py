@@ -1,52 +1,18 @@
-"""Exact laws: every random decision of a function taken both ways, its probabilities multiplied."""
+"""Toy targets, and exact laws of what is decoded with them."""
 
 from __future__ import annotations
 
-from collections import defaultdict
+import itertools
 from collections.abc import Callable, Hashable
 from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
 
+from eagle_train.decoding.sampling import Sampling, distribution, penalised
+from eagle_train.targets.load import Target, load_target
 
-class Replay:
-    """A source of chance that follows a script of outcomes and notes the alternatives it did not take."""
-
-    def __init__(self, script: tuple[int, ...]) -> None:
-        self.script, self.taken, self.open = script, (), []
-        self.probability = torch.ones((), dtype=torch.float64)
-
-    def _decide(self, law: Tensor) -> int:
-        law = law.double()
-        possible = law.nonzero().flatten().tolist()
-        if len(self.taken) < len(self.script):
-            outcome = self.script[len(self.taken)]
-        else:
-            outcome, *others = possible
-            self.open += [(*self.taken, other) for other in others]
-        self.taken = (*self.taken, outcome)
-        self.probability = self.probability * law[outcome]
-        return outcome
-
-    def accept(self, probability: float) -> bool:
-        probability = min(1.0, probability)
-        return bool(self._decide(torch.tensor([1 - probability, probability], dtype=torch.float64)))
-
-    def choose(self, p: Tensor) -> int:
-        return self._decide(p)
-
-
-def law_of(run: Callable[[Replay], Hashable]) -> dict[Hashable, float]:
-    """Return the exact law of run(chance), summed over all outcomes of all its decisions."""
-    law: dict[Hashable, float] = defaultdict(float)
-    scripts: list[tuple[int, ...]] = [()]
-    while scripts:
-        chance = Replay(scripts.pop())
-        law[run(chance)] += float(chance.probability)
-        scripts += chance.open
-    return dict(law)
+from .toys import Replay, law_of
 
 
 @pytest.fixture(name="law_of")
@@ -57,3 +23,59 @@ def _law_of() -> Callable[[Callable[[Replay], Hashable]], dict[Hashable, float]]
 @pytest.fixture
 def golden_folder() -> Path:
     return Path(__file__).parent.parent / "golden" / "A"
+
+
+def save_toy(folder: Path, layers: int = 2, seed: int = 11) -> Path:
+    """Save a random Llama of six tokens, none of which ends a text."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(seed)
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2}
+    config = LlamaConfig(
+        vocab_size=6, eos_token_id=None, bos_token_id=None, num_hidden_layers=layers, **sizes
+    )
+    model = LlamaForCausalLM(config)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "norm" not in name:
+                parameter.normal_(0, 0.35)
+    model.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def toy(tmp_path_factory: pytest.TempPathFactory) -> Target:
+    """A random Llama of two layers and six tokens."""
+    return load_target(str(save_toy(tmp_path_factory.mktemp("toy") / "llama")), dtype="fp32", device="cpu")
+
+
+@pytest.fixture(scope="session")
+def toy_draft(tmp_path_factory: pytest.TempPathFactory) -> Target:
+    """Another random Llama, of one layer, with the same six tokens."""
+    folder = save_toy(tmp_path_factory.mktemp("toy") / "draft", layers=1, seed=3)
+    return load_target(str(folder), dtype="fp32", device="cpu")
+
+
+@pytest.fixture(scope="session")
+def law_error(toy: Target) -> Callable[..., float]:
+    """law_error(law, prompt, length, sampling): its largest difference from the toy target's own law."""
+
+    @torch.inference_mode()
+    def own_law(prompt: list[int], length: int, sampling: Sampling) -> dict[tuple[int, ...], float]:
+        law = {(): 1.0}
+        for _ in range(length):
+            grown = {}
+            for text, probability in law.items():
+                logits = toy.model(torch.tensor([[*prompt, *text]])).logits[0, -1].double()
+                logits = penalised(logits, [*prompt, *text], sampling.repetition_penalty)
+                for token, p in enumerate(distribution(logits, sampling).tolist()):
+                    grown[(*text, token)] = probability * p
+            law = grown
+        return law
+
+    def error(law: dict, prompt: list[int], length: int, sampling: Sampling) -> float:
+        wanted = own_law(prompt, length, sampling)
+        texts = itertools.product(range(6), repeat=length)
+        return max(abs(sum(law.values()) - 1), *(abs(law.get(text, 0.0) - wanted[text]) for text in texts))
+
+    return error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -10,12 +11,13 @@ import torch
 
 from eagle_train.decoding.drafters import Chain, Dynamic, HeadDrafter, Static
 from eagle_train.decoding.loop import Settings, generate, plain
-from eagle_train.decoding.reader import Rows
-from eagle_train.decoding.sampling import Chance
+from eagle_train.decoding.reader import Rows, TargetReader
+from eagle_train.decoding.sampling import Chance, Sampling, SeededChance
 from eagle_train.decoding.trees import EAGLE1_PATHS, StaticShape, Tree
 from eagle_train.errors import UserError
 from eagle_train.heads.config import HeadConfig
 from eagle_train.heads.disk import build_head
+from eagle_train.targets.capture import Captured
 from eagle_train.targets.load import Target, load_target
 
 PROMPT = [5, 17, 250, 33, 8, 121, 64]
@@ -103,6 +105,28 @@ def test_plain_greedy_equals_transformers_own(target):
     assert plain(target, PROMPT, Settings(max_new_tokens=30, eos_ids=())).ids == wanted.tolist()
 
 
+@pytest.mark.parametrize("penalty", [0.8, 1.4])
+def test_greedy_text_under_a_repetition_penalty_equals_transformers_own(target, penalty):
+    wanted = target.model.generate(
+        torch.tensor([PROMPT]),
+        max_new_tokens=30,
+        do_sample=False,
+        repetition_penalty=penalty,
+        eos_token_id=None,
+        pad_token_id=0,
+    )[0, len(PROMPT) :].tolist()
+    sampling = Sampling(repetition_penalty=penalty)
+    settings = Settings(max_new_tokens=30, eos_ids=(), sampling=sampling)
+    assert wanted != plain(target, PROMPT, Settings(max_new_tokens=30, eos_ids=())).ids
+    assert plain(target, PROMPT, settings).ids == wanted
+    for right in ([True], [False, True]):
+        for shape in SHAPES.values():
+            drafter = Scripted([*PROMPT, *wanted], shape, right)
+            got = generate(target, drafter, PROMPT, settings)
+            assert got.ids == wanted
+            assert sum(got.accepted) > 0
+
+
 def test_all_shapes_accept_the_same_greedy_ids_and_trees_accept_no_less_than_their_chain(target):
     settings, head = Settings(max_new_tokens=40), small_head(target, "eagle1")
     runs = [
@@ -113,17 +137,40 @@ def test_all_shapes_accept_the_same_greedy_ids_and_trees_accept_no_less_than_the
     assert runs[0].counts.tau <= runs[1].counts.tau
 
 
-@pytest.mark.parametrize("chunk", [1, 3, 7, 8])
+@pytest.mark.parametrize("pieces", [(3, 4), (1, 6), (2, 1, 4)])
 @pytest.mark.parametrize("kind", ["eagle1", "eagle3"])
 @pytest.mark.parametrize("layers", [1, 2])
-def test_a_prompt_read_in_pieces_gives_the_same_rounds(target, chunk, kind, layers):
-    head = small_head(target, kind, num_hidden_layers=layers)
+def test_rows_observed_in_pieces_leave_the_head_as_rows_observed_at_once(target, pieces, kind, layers):
+    head, text = small_head(target, kind, num_hidden_layers=layers), [*PROMPT, 99]
+    whole, parts = (HeadDrafter(head, target, Dynamic(12, 3, 4)) for _ in range(2))
+    with TargetReader(target, whole.layer_ids) as reader, torch.inference_mode():
+        seen = reader.read(PROMPT)
+        for drafter in (whole, parts):
+            drafter.begin(SeededChance(0))
+        whole.observe(reader.rows(0, text, seen))
+        start = 0
+        for end in itertools.accumulate(pieces):
+            aux = None if seen.aux is None else seen.aux[start:end]
+            part = Captured(aux, seen.last[start:end])
+            parts.observe(reader.rows(start, text[start : end + 1], part))
+            start = end
+        torch.testing.assert_close(parts._outs, whole._outs, atol=1e-5, rtol=1e-5)
+        for layer in range(layers):
+            for ours, theirs in (
+                (parts.cache._keys, whole.cache._keys),
+                (parts.cache._values, whole.cache._values),
+            ):
+                torch.testing.assert_close(ours[layer][:, :7], theirs[layer][:, :7], atol=1e-5, rtol=1e-5)
+        assert parts.propose() == whole.propose()
+
+
+@pytest.mark.parametrize("chunk", [1, 3, 8])
+@pytest.mark.parametrize("shape", [Chain(3), Static(), Dynamic(12, 3, 4)], ids=["chain", "static", "dynamic"])
+def test_a_prompt_read_in_pieces_gives_the_same_rounds(target, chunk, shape):
+    head = small_head(target, "eagle3", num_hidden_layers=2)
     runs = [
         generate(
-            target,
-            HeadDrafter(head, target, Dynamic(12, 3, 4)),
-            PROMPT,
-            Settings(max_new_tokens=25, prefill_chunk=size),
+            target, HeadDrafter(head, target, shape), PROMPT, Settings(max_new_tokens=25, prefill_chunk=size)
         )
         for size in (chunk, 100)
     ]

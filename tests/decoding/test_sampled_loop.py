@@ -1,43 +1,27 @@
-"""Sampling through the whole loop keeps the target's law: summed over all draws, and drawn many times."""
+"""Sampling through the whole loop keeps the target's law: summed over all its random draws."""
 
 from __future__ import annotations
-
-import itertools
-from pathlib import Path
 
 import pytest
 import torch
 
-from eagle_train.decoding.drafters import Chain, Dynamic, HeadDrafter, Shape, Static
+from eagle_train.decoding.drafters import HeadDrafter
 from eagle_train.decoding.loop import Settings, generate, plain
-from eagle_train.decoding.sampling import Sampling, distribution
+from eagle_train.decoding.sampling import Sampling
+from eagle_train.decoding.shapes import Chain, Dynamic, Sampled, Shape, Static
 from eagle_train.heads.config import HeadConfig
 from eagle_train.heads.disk import build_head
-from eagle_train.targets.load import Target, load_target
+from eagle_train.targets.load import Target
 
 VOCAB, PROMPT, LENGTH = 6, [1, 4, 2], 3
+PENALTY = 1.4
 SHAPES: dict[str, Shape] = {
     "chain": Chain(2),
     "static": Static(((0,), (1,), (0, 0), (0, 1), (1, 0))),
     "dynamic": Dynamic(6, 2, 2),
+    "sampled": Sampled((2,)),
+    "stopping": Chain(2, stop=0.35),
 }
-
-
-@pytest.fixture(scope="module")
-def toy(tmp_path_factory: pytest.TempPathFactory) -> Target:
-    """A random Llama of two layers and six tokens, none of which ends a text."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(11)
-    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
-    model = LlamaForCausalLM(LlamaConfig(vocab_size=VOCAB, eos_token_id=None, bos_token_id=None, **sizes))
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if "norm" not in name:
-                parameter.normal_(0, 0.35)
-    folder: Path = tmp_path_factory.mktemp("toy") / "llama"
-    model.save_pretrained(folder)
-    return load_target(str(folder), dtype="fp32", device="cpu")
 
 
 def toy_drafter(target: Target, shape: Shape, sampling: Sampling, draft_vocabulary: int) -> HeadDrafter:
@@ -50,69 +34,50 @@ def toy_drafter(target: Target, shape: Shape, sampling: Sampling, draft_vocabula
     return HeadDrafter(head, target, shape, sampling)
 
 
-@torch.inference_mode()
-def target_law(target: Target, sampling: Sampling) -> dict[tuple[int, ...], float]:
-    """The exact law of LENGTH tokens, from the model itself."""
-    law = {(): 1.0}
-    for _ in range(LENGTH):
-        grown = {}
-        for text, probability in law.items():
-            logits = target.model(torch.tensor([[*PROMPT, *text]])).logits[0, -1].double()
-            for token, p in enumerate(distribution(logits, sampling).tolist()):
-                grown[(*text, token)] = probability * p
-        law = grown
-    return law
-
-
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(
+    ("shape", "block"), [*((shape, False) for shape in SHAPES), ("chain", True), ("stopping", True)]
+)
 @pytest.mark.parametrize("draft_vocabulary", [4, 6])
 @pytest.mark.parametrize("sampling", [Sampling(0.8, top_k=2), Sampling(1.3, top_p=0.5)], ids=["k", "p"])
-def test_the_loops_law_is_the_targets(law_of, toy, shape, draft_vocabulary, sampling):
+def test_the_loops_law_is_the_targets(law_of, law_error, toy, shape, draft_vocabulary, sampling, block):
     drafter = toy_drafter(toy, SHAPES[shape], sampling, draft_vocabulary)
-    settings = Settings(max_new_tokens=LENGTH, sampling=sampling, eos_ids=())
-
+    settings = Settings(max_new_tokens=LENGTH, sampling=sampling, eos_ids=(), block=block)
     law = law_of(lambda chance: tuple(generate(toy, drafter, PROMPT, settings, chance=chance).ids))
-    wanted = target_law(toy, sampling)
-    assert sum(law.values()) == pytest.approx(1, abs=1e-6)
-    for text in itertools.product(range(VOCAB), repeat=LENGTH):
-        assert law.get(text, 0.0) == pytest.approx(wanted[text], abs=2e-6)
+    assert law_error(law, PROMPT, LENGTH, sampling) < 2e-6
 
 
-def chi_square(target: Target, drafter: HeadDrafter, sampling: Sampling, samples: int) -> tuple[float, int]:
-    """Return the statistic of `samples` texts against the exact law, and its degrees of freedom."""
-    seen: dict[tuple[int, ...], int] = {}
-    for seed in range(samples):
-        settings = Settings(max_new_tokens=LENGTH, sampling=sampling, eos_ids=(), seed=seed)
-        text = tuple(generate(target, drafter, PROMPT, settings).ids)
-        seen[text] = seen.get(text, 0) + 1
-    law = {text: p * samples for text, p in target_law(target, sampling).items()}
-    assert all(law[text] > 0 for text in seen)
-    often = {text: expected for text, expected in law.items() if expected >= 5}
-    rest = samples - sum(often.values())
-    statistic = sum((seen.get(text, 0) - expected) ** 2 / expected for text, expected in often.items())
-    if rest > 5:
-        rest_seen = samples - sum(seen.get(text, 0) for text in often)
-        statistic += (rest_seen - rest) ** 2 / rest
-    return statistic, len(often) - (rest <= 5)
-
-
-@pytest.mark.parametrize("shape", SHAPES)
-def test_many_draws_agree_with_the_law(toy, shape):
-    sampling = Sampling(1.0)
+@pytest.mark.parametrize("shape", ["chain", "sampled", "static"])
+def test_the_law_kept_is_the_one_after_the_repetition_penalty(law_of, law_error, toy, shape):
+    sampling = Sampling(0.9, top_k=2, repetition_penalty=PENALTY)
     drafter = toy_drafter(toy, SHAPES[shape], sampling, 4)
-    statistic, freedom = chi_square(toy, drafter, sampling, 200)
-    limit = freedom + 3.1 * (2 * freedom) ** 0.5 + 6  # about 1 in 1000
-    assert statistic < limit
+    settings = Settings(max_new_tokens=LENGTH, sampling=sampling, eos_ids=())
+    law = law_of(lambda chance: tuple(generate(toy, drafter, PROMPT, settings, chance=chance).ids))
+    assert law_error(law, PROMPT, LENGTH, sampling) < 2e-6
+    assert law_error(law, PROMPT, LENGTH, Sampling(0.9, top_k=2)) > 1e-2
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("shape", SHAPES)
-def test_4000_draws_agree_with_the_law(toy, shape):
-    sampling = Sampling(0.9, top_p=0.95)
-    drafter = toy_drafter(toy, SHAPES[shape], sampling, 4)
-    statistic, freedom = chi_square(toy, drafter, sampling, 4_000)
-    limit = freedom + 3.1 * (2 * freedom) ** 0.5 + 6  # about 1 in 1000
-    assert statistic < limit
+def test_a_chain_that_stops_makes_fewer_guesses_where_it_is_unsure(toy):
+    lengths = {}
+    for stop in (0.0, 0.35, 0.99):
+        for sampling in (Sampling(), Sampling(1.0)):
+            drafter = toy_drafter(toy, Chain(4, stop), sampling, 6)
+            seen = spy_on_proposals(drafter)
+            generate(toy, drafter, PROMPT, Settings(max_new_tokens=40, sampling=sampling, eos_ids=()))
+            lengths.setdefault(stop, []).extend(len(tree) - 1 for tree in seen)
+    assert set(lengths[0.0]) == {4}
+    assert set(lengths[0.99]) == {0}
+    assert min(lengths[0.35]) < max(lengths[0.35])
+
+
+def spy_on_proposals(drafter: HeadDrafter) -> list:
+    seen, propose = [], drafter.propose
+
+    def spy():
+        seen.append(propose())
+        return seen[-1]
+
+    drafter.propose = spy
+    return seen
 
 
 def test_a_top_p_near_0_gives_the_greedy_text(toy):

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from eagle_train.decoding.sampling import Sampling, SeededChance, distribution
+from eagle_train.decoding.sampling import Sampling, SeededChance, distribution, penalised
 from eagle_train.errors import UserError
 
 
@@ -31,6 +31,15 @@ def test_equals_the_processors_of_transformers(seed, temperature, top_k, top_p):
     torch.testing.assert_close(ours, scores.softmax(-1), atol=1e-12, rtol=0)
 
 
+@pytest.mark.parametrize("penalty", [0.7, 1.0, 1.3])
+def test_the_repetition_penalty_is_that_of_transformers(penalty):
+    from transformers import RepetitionPenaltyLogitsProcessor
+
+    logits, text = torch.randn(30, generator=torch.Generator().manual_seed(2)), [4, 4, 29, 0, 17]
+    wanted = RepetitionPenaltyLogitsProcessor(penalty)(torch.tensor([text]), logits[None].clone())[0]
+    assert torch.equal(penalised(logits, text, penalty), wanted)
+
+
 def test_works_on_one_dimensional_logits_as_on_rows():
     logits = torch.randn(3, 20, generator=torch.Generator().manual_seed(0))
     for sampling in (Sampling(0.7, top_p=0.8), Sampling(1.3, top_k=5), Sampling()):
@@ -39,9 +48,7 @@ def test_works_on_one_dimensional_logits_as_on_rows():
             assert torch.equal(row, distribution(one, sampling))
 
 
-@pytest.mark.parametrize(
-    "sampling", [Sampling(1.0, top_p=0.0), Sampling(1.0, top_p=1e-9), Sampling(1.0, 1), Sampling(1e-30)]
-)
+@pytest.mark.parametrize("sampling", [Sampling(1.0, top_p=1e-9), Sampling(1.0, 1), Sampling(1e-30)])
 def test_top_p_near_0_top_k_1_and_temperature_near_0_are_greedy(sampling):
     logits = torch.randn(40, generator=torch.Generator().manual_seed(1))
     assert torch.equal(distribution(logits, sampling), distribution(logits, Sampling()))
@@ -59,7 +66,13 @@ def test_half_precision_logits_give_a_float32_law_that_sums_to_1():
         ({"temperature": -1}, "temperature: got -1"),
         ({"temperature": float("nan")}, "temperature: got nan"),
         ({"top_k": -3}, "top-k: got -3"),
+        ({"temperature": float("inf")}, "temperature: got inf"),
         ({"top_p": 1.2}, "top-p: got 1.2"),
+        ({"top_p": 0.0}, "top-p: got 0.0, wanted a number above 0, at most 1; temperature 0 is greedy"),
+        ({"top_p": float("nan")}, "top-p: got nan"),
+        ({"top_p": float("inf")}, "top-p: got inf"),
+        ({"repetition_penalty": 0.0}, "repetition-penalty: got 0.0"),
+        ({"repetition_penalty": float("nan")}, "repetition-penalty: got nan"),
     ],
 )
 def test_impossible_settings_are_refused(settings, words):

@@ -2,137 +2,84 @@
 
 from __future__ import annotations
 
-import itertools
+import dataclasses
 
 import pytest
 import torch
 from safetensors.torch import load_file
-from torch import Tensor
 
 from eagle_train.decoding.sampling import Sampling, distribution
 from eagle_train.decoding.trees import Tree
-from eagle_train.decoding.verify import verify_greedy, verify_sampled
+from eagle_train.decoding.verify import verify_block, verify_greedy, verify_sampled
 
-VOCAB, LENGTH = 4, 3  # tokens of the toy language, tokens whose joint law is compared
-
-
-def toy_laws(seed: int, kind: str) -> dict[tuple[int, ...], Tensor]:
-    """A law of the next token [VOCAB] for every text of up to LENGTH tokens."""
-    generator = torch.Generator().manual_seed(seed)
-    laws = {}
-    for length in range(LENGTH + 1):
-        for text in itertools.product(range(VOCAB), repeat=length):
-            law = torch.rand(VOCAB, generator=generator, dtype=torch.float64) ** 2 + 1e-3
-            if kind == "holes":
-                law[torch.randperm(VOCAB, generator=generator)[:2]] = 0
-            elif kind == "certain":
-                law = torch.nn.functional.one_hot(law.argmax(), VOCAB).double()
-            elif kind == "uniform":
-                law = torch.ones(VOCAB, dtype=torch.float64)
-            laws[text] = law / law.sum()
-    return laws
+from .toys import KINDS, VOCAB, largest_error, opposite, sampled_chain, sampled_siblings, toy_laws
 
 
-def path_text(tree: Tree, node: int) -> tuple[int, ...]:
-    text: tuple[int, ...] = ()
-    while node > 0:
-        text, node = (tree.tokens[node], *text), tree.parents[node]
-    return text
+@pytest.fixture(params=KINDS)
+def p_laws(request):
+    return toy_laws(1, request.param)
 
 
-def largest_error(law_of, draft, p_laws: dict[tuple[int, ...], Tensor]) -> float:
-    """Largest difference between the emitted tokens' joint law and the target's, over texts of LENGTH tokens.
-
-    Whatever one round leaves open is filled from the target itself, so that only the round can be wrong.
-    """
-
-    def run(chance) -> tuple[int, ...]:
-        tree = draft(chance)
-        path, last = verify_sampled(tree, lambda node: p_laws[path_text(tree, node)], chance)
-        text = (*(tree.tokens[node] for node in path), last)
-        while len(text) < LENGTH:
-            text = (*text, chance.choose(p_laws[text]))
-        return text[:LENGTH]
-
-    law = law_of(run)
-    assert sum(law.values()) == pytest.approx(1, abs=1e-9)
-    errors = []
-    for text in itertools.product(range(VOCAB), repeat=LENGTH):
-        wanted = 1.0
-        for i, token in enumerate(text):
-            wanted *= float(p_laws[text[:i]][token])
-        errors.append(abs(law.get(text, 0.0) - wanted))
-    return max(errors)
+@pytest.fixture(params=["friend", "foe", *KINDS])
+def q_laws(request, p_laws):
+    """What guesses are drawn from: the target's own law, its opposite, and laws that know nothing of it."""
+    own = {"friend": lambda: p_laws, "foe": lambda: opposite(p_laws)}
+    return own[request.param]() if request.param in own else toy_laws(2, request.param)
 
 
-def sampled_chain(q_laws, gamma: int):
-    def draft(chance) -> Tree:
-        tokens, q = [0], []
-        for _ in range(gamma):
-            q.append(q_laws[tuple(tokens[1:])])
-            tokens.append(chance.choose(q[-1]))
-        return Tree(tuple(tokens), tuple(range(-1, gamma)), (*q, None))
-
-    return draft
+@pytest.mark.parametrize("gamma", [1, 3])
+@pytest.mark.parametrize("rule", [verify_sampled, verify_block])
+def test_a_chain_of_samples_keeps_the_target_law(p_laws, q_laws, gamma, rule):
+    assert largest_error(sampled_chain(q_laws, gamma), p_laws, rule) < 1e-9
 
 
-def sampled_siblings(q_laws, widths: tuple[int, ...]):
-    """Draw widths[d] children of every node at depth d from q, one after the other, without replacement."""
-
-    def draft(chance) -> Tree:
-        tokens, parents, q = [0], [-1], []
-        frontier: list[tuple[int, tuple[int, ...]]] = [(0, ())]
-        for width in widths:
-            grown = []
-            for node, text in frontier:
-                law = q_laws[text]
-                q += [None] * (node + 1 - len(q))
-                q[node] = law
-                for _ in range(min(width, int((law > 0).sum()))):
-                    token = chance.choose(law)
-                    tokens.append(token)
-                    parents.append(node)
-                    grown.append((len(tokens) - 1, (*text, token)))
-                    law = law.clone()
-                    law[token] = 0
-                    law = law / law.sum() if law.sum() > 0 else law
-            frontier = grown
-        return Tree(tuple(tokens), tuple(parents), (*q, *[None] * (len(tokens) - len(q))))
-
-    return draft
+@pytest.mark.parametrize("rule", [verify_sampled, verify_block])
+def test_a_chain_drawn_from_the_target_itself_is_always_accepted(law_of, rule):
+    assert kept(law_of, sampled_chain(toy_laws(1, "plain"), 3), toy_laws(1, "plain"), rule) == pytest.approx(
+        3
+    )
 
 
-KINDS = ("plain", "holes", "certain", "uniform")
-
-
-@pytest.mark.parametrize("p_kind", KINDS)
-@pytest.mark.parametrize("q_kind", KINDS)
-@pytest.mark.parametrize("gamma", [1, 2])
-def test_a_chain_of_samples_keeps_the_target_law(law_of, p_kind, q_kind, gamma):
-    p_laws, q_laws = toy_laws(1, p_kind), toy_laws(2, q_kind)
-    assert largest_error(law_of, sampled_chain(q_laws, gamma), p_laws) < 1e-9
-
-
-def test_a_chain_drawn_from_the_target_itself_is_always_accepted(law_of):
-    laws = toy_laws(1, "plain")
-    draft = sampled_chain(laws, 2)
+def kept(law_of, draft, p_laws, rule) -> float:
+    """The expected number of guesses kept."""
 
     def accepted(chance) -> int:
         tree = draft(chance)
-        return len(verify_sampled(tree, lambda node: laws[path_text(tree, node)], chance)[0])
+        return len(rule(tree, lambda node: p_laws[tree.words(node)], chance)[0])
 
-    assert law_of(accepted)[2] == pytest.approx(1, abs=1e-9)
-
-
-@pytest.mark.parametrize("p_kind", KINDS)
-@pytest.mark.parametrize("q_kind", KINDS)
-@pytest.mark.parametrize("widths", [(3,), (2, 1)])
-def test_a_tree_of_samples_without_replacement_keeps_the_target_law(law_of, p_kind, q_kind, widths):
-    p_laws, q_laws = toy_laws(3, p_kind), toy_laws(4, q_kind)
-    assert largest_error(law_of, sampled_siblings(q_laws, widths), p_laws) < 1e-9
+    return sum(number * probability for number, probability in law_of(accepted).items())
 
 
-@pytest.mark.parametrize("p_kind", KINDS)
+@pytest.mark.parametrize("seed", range(4))
+def test_a_block_keeps_more_guesses_than_one_decision_per_guess(law_of, seed):
+    p_laws, draft = toy_laws(seed, "plain"), sampled_chain(toy_laws(seed + 50, "plain"), 3)
+    one_by_one, together = (kept(law_of, draft, p_laws, rule) for rule in (verify_sampled, verify_block))
+    assert together > one_by_one + 1e-3
+
+
+@pytest.mark.parametrize("widths", [(4,), (2, 1)])
+def test_a_tree_of_samples_without_replacement_keeps_the_target_law(p_laws, q_laws, widths):
+    assert largest_error(sampled_siblings(q_laws, widths), p_laws) < 1e-9
+
+
+@pytest.mark.parametrize("p_kind", ["plain", "holes"])
+@pytest.mark.parametrize("q_kind", ["foe", "plain", "holes", "certain"])
+def test_a_tree_of_samples_of_depth_3_keeps_the_target_law(p_kind, q_kind):
+    p_laws = toy_laws(3, p_kind, vocab=3)
+    q_laws = opposite(p_laws) if q_kind == "foe" else toy_laws(4, q_kind, vocab=3)
+    assert largest_error(sampled_siblings(q_laws, (2, 1, 1)), p_laws) < 1e-9
+
+
+def test_siblings_that_were_sampled_stand_more_often_than_by_the_targets_law_alone(law_of):
+    p_laws, draft = toy_laws(1, "plain"), sampled_siblings(toy_laws(2, "plain"), (2, 1))
+    by_ratio = kept(law_of, draft, p_laws, verify_sampled)
+
+    def nameless(chance) -> Tree:
+        return dataclasses.replace(draft(chance), q=None)
+
+    assert by_ratio > kept(law_of, nameless, p_laws, verify_sampled) + 1e-2
+
+
 @pytest.mark.parametrize(
     ("tokens", "parents"),
     [
@@ -140,19 +87,20 @@ def test_a_tree_of_samples_without_replacement_keeps_the_target_law(law_of, p_ki
         ((0, 1, 2, 3, 0), (-1, 0, 0, 0, 0)),  # every token is a child: nothing is left for the last draw
         ((0, 3, 1, 2, 0, 2, 3, 3, 1), (-1, 0, 0, 1, 1, 2, 3, 3, 4)),
         ((0, 1, 1, 2), (-1, 0, 0, 1)),  # a drafter that repeats itself
+        ((0, 1, 2, 3), (-1, 0, 1, 2)),
         ((0,), (-1,)),
     ],
 )
-def test_a_tree_of_any_tokens_keeps_the_target_law(law_of, p_kind, tokens, parents):
-    assert largest_error(law_of, lambda chance: Tree(tokens, parents), toy_laws(5, p_kind)) < 1e-9
+def test_a_tree_of_any_tokens_keeps_the_target_law(p_laws, tokens, parents):
+    assert largest_error(lambda chance: Tree(tokens, parents), p_laws) < 1e-9
 
 
-def test_a_tree_chosen_at_random_keeps_the_target_law_without_naming_q(law_of):
+def test_a_tree_chosen_at_random_keeps_the_target_law_without_naming_q():
     def draft(chance) -> Tree:
         first = chance.choose(torch.tensor([0.1, 0.2, 0.3, 0.4], dtype=torch.float64))
         return Tree((0, first, (first + 1) % VOCAB, first), (-1, 0, 0, 1))
 
-    assert largest_error(law_of, draft, toy_laws(6, "plain")) < 1e-9
+    assert largest_error(draft, toy_laws(6, "plain")) < 1e-9
 
 
 def test_naming_q_for_children_that_were_not_drawn_from_it_would_be_lossy(law_of):
@@ -160,23 +108,21 @@ def test_naming_q_for_children_that_were_not_drawn_from_it_would_be_lossy(law_of
     p_laws, q_laws = toy_laws(1, "plain"), toy_laws(2, "plain")
     best = int(q_laws[()].argmax())
     wrong = Tree((0, best), (-1, 0), (q_laws[()], None))
-    assert largest_error(law_of, lambda chance: wrong, p_laws) > 1e-2
+    assert largest_error(lambda chance: wrong, p_laws) > 1e-2
 
 
 @pytest.mark.parametrize("sampling", [Sampling(0.7), Sampling(1.0, top_k=2), Sampling(1.5, top_p=0.6)])
 def test_the_law_kept_is_the_one_after_temperature_top_k_and_top_p(law_of, sampling):
     logits = {text: law.log() * 1.3 for text, law in toy_laws(7, "plain").items()}
     warped = {text: distribution(row, sampling) for text, row in logits.items()}
-    assert largest_error(law_of, sampled_chain(toy_laws(8, "plain"), 2), warped) < 1e-9
+    assert largest_error(sampled_chain(toy_laws(8, "plain"), 2), warped) < 1e-9
 
 
 def test_sampled_verification_of_a_certain_law_is_greedy_verification(law_of):
     laws = toy_laws(9, "certain")
     tree = Tree((0, 3, 1, 2, 0, 2, 3, 3, 1), (-1, 0, 0, 1, 1, 2, 3, 3, 4))
-    (outcome,) = law_of(
-        lambda chance: str(verify_sampled(tree, lambda node: laws[path_text(tree, node)], chance))
-    )
-    assert outcome == str(verify_greedy(tree, lambda node: int(laws[path_text(tree, node)].argmax())))
+    (outcome,) = law_of(lambda chance: str(verify_sampled(tree, lambda node: laws[tree.words(node)], chance)))
+    assert outcome == str(verify_greedy(tree, lambda node: int(laws[tree.words(node)].argmax())))
 
 
 def test_golden_law_of_where_acceptance_ends(law_of, golden_folder):

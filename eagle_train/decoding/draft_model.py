@@ -1,0 +1,84 @@
+"""Guesses of a smaller causal language model with the same vocabulary.
+
+Source: Leviathan et al. 2023 (arXiv 2211.17192); Chen et al. 2023 (arXiv 2302.01318).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from eagle_train.decoding.reader import Rows, TargetReader
+from eagle_train.decoding.sampling import Chance, Sampling, distribution
+from eagle_train.decoding.trees import Tree
+from eagle_train.errors import UserError
+from eagle_train.targets.load import Target
+
+
+class DraftModel:
+    """Continues the text by `gamma` tokens: the model's best when greedy, else drawn from its law.
+
+    Its cache keeps the rows of guesses that stood; those that were refused are forgotten.
+    """
+
+    layer_ids: tuple[int, ...] = ()
+
+    def __init__(
+        self, model: Target, target: Target, gamma: int = 3, sampling: Sampling | None = None
+    ) -> None:
+        if model.vocab_size != target.vocab_size:
+            raise UserError(
+                f"draft model {model.name}: its vocabulary is {model.vocab_size}, that of {target.name} is "
+                f"{target.vocab_size}; wanted a smaller model of the same family"
+            )
+        if gamma < 1:
+            raise UserError(f"draft-model: got {gamma} guesses, wanted at least 1")
+        self.model, self.gamma, self.sampling = model, gamma, sampling or Sampling()
+
+    @property
+    def figures(self) -> dict[str, object]:
+        """How reports name it. `nodes` counts the root."""
+        return {"draft": "chain", "nodes": self.gamma + 1, "depth": self.gamma}
+
+    def begin(self, chance: Chance) -> None:
+        """Forget the text."""
+        self.chance = chance
+        self._reader = TargetReader(self.model, ())
+        self._text: list[int] = []  # verified, its last token the next root
+        self._read: list[int] = []  # what the cache holds
+
+    def observe(self, rows: Rows) -> None:
+        """Take in new tokens, and forget the guesses that do not stand."""
+        self._text[rows.start :] = rows.tokens.tolist()
+        pairs = zip(self._text, self._read, strict=False)
+        equal = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(self._text), len(self._read)))
+        if equal < len(self._read):
+            self._reader.cache.keep(equal, [])
+            del self._read[equal:]
+        if len(self._text) - len(self._read) > self.gamma + 2:  # a prompt, not the tokens of a round
+            self._take(self._text[len(self._read) : -1])
+
+    def propose(self) -> Tree:
+        """Draft a chain below the last token observed."""
+        greedy, tokens, q = self.sampling.greedy, [self._text[-1]], []
+        unread = self._text[len(self._read) :]
+        for _ in range(self.gamma):
+            logits = self._logits(unread)
+            if greedy:
+                token = int(logits.argmax())
+            else:
+                q.append(distribution(logits, self.sampling))
+                token = self.chance.choose(q[-1])
+            tokens.append(token)
+            unread = [token]
+        return Tree(tuple(tokens), tuple(range(-1, self.gamma)), None if greedy else (*q, None))
+
+    def _logits(self, ids: list[int]) -> Tensor:
+        """Read tokens; return the logits [V] of the one that follows."""
+        return self.model.logits(self._take(ids)[-1])
+
+    @torch.inference_mode()
+    def _take(self, ids: list[int]) -> Tensor:
+        """Read tokens; return their final states [m, H]."""
+        self._read += ids
+        return self._reader.read(ids).last
