@@ -17,7 +17,7 @@ EXAMPLES = """
 
     eagle export run/checkpoints/step-000500 --engine sglang --dtype bf16 --out head/
 
-    eagle export head/ --engine vllm --target meta-llama/Llama-3.1-8B-Instruct --out served/ --overwrite
+    eagle export run/ --engine speculators --target OWNER/TARGET --out head/ --push-to-hub OWNER/HEAD
 """
 
 
@@ -28,7 +28,10 @@ def run(
         help="A run of eagle train (its best), one of its checkpoints, a head directory or a hub id.",
     ),
     engine: str = typer.Option(
-        ..., "--engine", help="vllm or sglang; an EAGLE-3 export is the same for both."
+        ...,
+        "--engine",
+        help="vllm or sglang (an EAGLE-3 export is the same for both), speculators (vLLM's other layout), or "
+        "eagle (the code of EAGLE's repository).",
     ),
     out: Path = typer.Option(..., "--out", help="The folder to make; an earlier export there is replaced."),
     dtype: str = typer.Option(
@@ -38,14 +41,23 @@ def run(
         "and engines cast the head; where that is not at hand, the one it had in training, else keep.",
     ),
     target: str | None = typer.Option(
-        None, "--target", help="The target's hub id or directory, where not the one it was trained on."
+        None, "--target", help="The target's hub id or directory; default what the head records."
     ),
     overwrite: bool = typer.Option(False, "--overwrite", help="Replace --out whatever it holds."),
+    push_to_hub: str | None = typer.Option(
+        None, "--push-to-hub", metavar="OWNER/NAME", help="Upload it to this model repository too."
+    ),
+    private: bool = typer.Option(False, "--private", help="Make a repository that is new private."),
     as_json: bool = typer.Option(False, "--json", help="Print what was made as JSON."),
 ) -> None:
+    from eagle_train.export import hub
     from eagle_train.export.export import export
 
+    if push_to_hub is not None:
+        hub.check_repository(push_to_hub)
     made = export(source, out, engine=engine, dtype=dtype, overwrite=overwrite, target=target)
+    if push_to_hub is not None:
+        made["pushed_to"] = hub.push(out, push_to_hub, private=private)
     if as_json:
         print(json.dumps(made))
         return
@@ -55,8 +67,11 @@ def run(
     print(f"read back: every tensor as the engine wants it; logits {equal}")
     for other, why in made["refused"].items():
         print(f"not for {other}: {why}")
+    if made["target_path"]:
+        print(f"the card calls the target '{made['target']['name']}', its folder's name; --target names it")
     for name, command in made["serve"].items():
         print(f"serve with {name}: {command}")
-    print(
-        f"next: eagle eval {shlex.quote(str(out))} --target {shlex.quote(made['target']['name'] or 'TARGET')}"
-    )
+    if push_to_hub is not None:
+        print(f"uploaded: {made['pushed_to']}")
+    named = made["target_path"] or made["target"]["name"] or "TARGET"
+    print(f"next: eagle eval {shlex.quote(str(out))} --target {shlex.quote(named)}")

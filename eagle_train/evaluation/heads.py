@@ -1,18 +1,24 @@
-"""The head that a user names: a run, a head directory or a hub id."""
+"""The head that a user names: a run, a head directory of ours or another's, or a hub id."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 from eagle_train.errors import UserError
-from eagle_train.heads.disk import CONFIG, WEIGHTS, Head, load_head
-from eagle_train.training.checkpoints import head_folder
+from eagle_train.heads.disk import CONFIG, WEIGHTS, Head
+from eagle_train.heads.foreign import read_any
+from eagle_train.heads.foreign_tensors import INDEX, PICKLED
+from eagle_train.targets.load import Target
+from eagle_train.training.checkpoints import FOLDER, head_folder
+
+_FETCHED = [CONFIG, WEIGHTS, INDEX, "model-*.safetensors"]
 
 
-def find_head(name: str | Path) -> Path:
+def find_head(name: str | Path, pickled: bool = False) -> Path:
     """Return the directory of a head: a run's best, the directory itself, or a copy from the hub.
 
-    Raises UserError when there is none. Nothing is fetched with ``HF_HUB_OFFLINE=1``.
+    With `pickled` a ``pytorch_model.bin`` is fetched too. Raises UserError when there is none. Nothing is
+    fetched with ``HF_HUB_OFFLINE=1``.
     """
     path = Path(name)
     if path.exists():
@@ -20,24 +26,44 @@ def find_head(name: str | Path) -> Path:
     text = str(name)
     if text.count("/") != 1 or text.startswith((".", "/", "~")) or text.endswith("/"):
         raise UserError(f"{text}: no such folder; wanted a run, a head directory or a hub id (owner/name)")
-    return _from_hub(text)
+    return _from_hub(text, pickled)
 
 
-def open_head(name: str | Path) -> Head:
-    """Load the head behind `name`, in the dtype it is stored in."""
-    return load_head(find_head(name))
+def open_head(name: str | Path, target: Target | None = None, *, depth: int | None = None) -> Head:
+    """Load the head behind `name`, in the dtype it is stored in.
+
+    For heads made elsewhere `target`, or its `depth` alone, tells what their files leave open; copies of the
+    target's tables must then equal them. Raises UserError as `heads.foreign.read_any` does.
+    """
+    folder = find_head(name)
+    if target is None:
+        return read_any(folder, num_target_layers=depth)
+    tables = (target.embedding, target.lm_head.weight)
+    return read_any(folder, num_target_layers=target.num_layers, tables=tables)
 
 
-def _from_hub(name: str) -> Path:
+def run_of(folder: Path) -> Path | None:
+    """Return the run whose checkpoint a head directory (resolved) is, None where it is none."""
+    run = folder.parent.parent
+    return run if folder.parent.name == FOLDER else None
+
+
+def _from_hub(name: str, pickled: bool) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
+    patterns = [*_FETCHED, PICKLED] if pickled else _FETCHED
     try:
-        folder = Path(snapshot_download(name, allow_patterns=[CONFIG, WEIGHTS]))
+        folder = Path(snapshot_download(name, allow_patterns=patterns))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise UserError(
             f"{name}: no such folder, and the hub gave no head of that name ({reason}); "
             "check the name, the network, HF_TOKEN and HF_HUB_OFFLINE"
         ) from error
+    if not pickled and not any((folder / file).is_file() for file in (WEIGHTS, INDEX)):
+        raise UserError(
+            f"{name}: holds no safetensors; a {PICKLED} is read (weights only) on request: "
+            f"eagle import {name} --allow-bin --out head/"
+        )
     return head_folder(folder)

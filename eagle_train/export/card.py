@@ -8,12 +8,17 @@ import shlex
 from pathlib import Path
 from typing import Any
 
+from eagle_train.export.layout import SWITCHES
+from eagle_train.export.refusals import NAMES
 from eagle_train.heads.config import HeadConfig
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
-_METHODS = {("vllm", "eagle1"): "eagle", ("vllm", "eagle3"): "eagle3"}
-_METHODS |= {("sglang", "eagle1"): "EAGLE", ("sglang", "eagle3"): "EAGLE3"}
-_TITLES = {"vllm": "vLLM", "sglang": "SGLang"}
+_METHODS = {
+    "vllm": {"eagle1": "eagle", "eagle3": "eagle3"},
+    "speculators": {"eagle3": "eagle3"},
+    "sglang": {"eagle1": "EAGLE", "eagle3": "EAGLE3"},
+}
+_TITLES = {**NAMES, "speculators": "vLLM (speculators layout)"}
 GUESSES = 3  # per round; a chain of 3 suits most heads when many requests share the machine
 
 
@@ -21,10 +26,17 @@ def serve_command(engine: str, kind: str, target: str, head: str, dtype: str) ->
     """Return the shell command that serves `target` with the exported `head` in a chain of 3 guesses.
 
     `dtype` (float32, bfloat16, float16) is said outright: an engine's own choice for a float32
-    checkpoint is half precision.
+    checkpoint is half precision. EAGLE's repository has no server: its command loads the pair in Python.
     """
-    method = _METHODS[engine, kind]
-    if engine == "vllm":
+    if engine == "eagle":
+        code = (
+            "from eagle.model.ea_model import EaModel; import torch; "
+            f"EaModel.from_pretrained(use_eagle3={kind == 'eagle3'}, base_model_path={target!r}, "
+            f"ea_model_path={head!r}, torch_dtype=torch.{dtype})"
+        )
+        return f"python -c {shlex.quote(code)}"
+    method = _METHODS[engine][kind]
+    if engine in ("vllm", "speculators"):
         setting = json.dumps({"method": method, "model": head, "num_speculative_tokens": GUESSES})
         return f"vllm serve {shlex.quote(target)} --dtype {dtype} --speculative-config {shlex.quote(setting)}"
     return (
@@ -39,7 +51,8 @@ def model_card(record: dict[str, Any], config: HeadConfig, folder: str, commands
     """Return README.md of the export `folder` from its provenance and the serve command of each engine."""
     target = config.target
     tags = ["speculative-decoding", "eagle", config.kind]
-    front = ["---", *([f"base_model: {target}"] if is_hub_id(target) else []), "tags:"]
+    front = ["---", *([f"base_model: {target}"] if is_hub_id(target) else [])]
+    front += ["pipeline_tag: text-generation", "tags:"]
     front += [*(f"- {tag}" for tag in tags), "---"]
     kind = "EAGLE-3" if config.kind == "eagle3" else "EAGLE-1"
     lines = [
@@ -64,7 +77,8 @@ def model_card(record: dict[str, Any], config: HeadConfig, folder: str, commands
     lines += [
         "",
         "Serve it in the dtype given: the head and the target's features are then rounded alike.",
-        "`provenance.json` says what it was made from.",
+        "`provenance.json` says what it was made from; `check/reference.safetensors` holds inputs and what",
+        "the head makes of them, to check a loader with.",
     ]
     return "\n".join(lines) + "\n"
 
@@ -79,7 +93,13 @@ def _facts(record: dict[str, Any], config: HeadConfig) -> list[str]:
     if config.kind == "eagle3":
         layers = ", ".join(f"hs[{k}]" for k in config.feature_layers)
         facts.append(f"captured layers: {layers} (hs[k] enters target layer k)")
+        if on := [name.replace("_", " ") for name in SWITCHES if getattr(config, name)]:
+            facts.append(f"beyond plain EAGLE-3: {', '.join(on)}")
         facts.append(f"draft vocabulary: {config.draft_vocab_size:,} of {config.vocab_size:,} tokens")
+    if config.sliding_window is not None:
+        facts.append(f"sliding window: {config.sliding_window:,} tokens")
+    if record["data"]:
+        facts.append(f"trained on shards {record['data']['shards']}")
     if record["recipe"]:
         facts.append(f"recipe: {record['recipe']}")
     if record["acceptance"]:

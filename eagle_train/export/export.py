@@ -2,32 +2,33 @@
 
 from __future__ import annotations
 
-import contextlib
+import copy
 import os
-import re
-import shutil
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from eagle_train.errors import UserError, nearest
-from eagle_train.export.card import model_card, serve_command
-from eagle_train.export.layout import ENGINES, as_served, check_engine, engine_config, refusals
+from eagle_train.errors import UserError
+from eagle_train.export.card import is_hub_id, model_card, serve_command
+from eagle_train.export.folder import PROVENANCE, check_free, folder_bytes, made_by, replacing_folder
+from eagle_train.export.layout import as_served, check_engine, engine_config, engine_tensors
+from eagle_train.export.refusals import refusals
 from eagle_train.export.source import Source, TargetFacts, find_source
-from eagle_train.export.verify import verify
+from eagle_train.export.verify import REFERENCE_FOLDER, verify, write_reference
 from eagle_train.heads.config import HeadConfig
-from eagle_train.heads.disk import CONFIG, WEIGHTS, Head, head_tensors, load_head
-from eagle_train.io import make_folder, os_error, read_json, save_tensors, sha256_file, write_json, write_text
+from eagle_train.heads.disk import CONFIG, WEIGHTS, Head, head_tensors
+from eagle_train.heads.foreign import read_any
+from eagle_train.io import save_tensors, sha256_file, write_json, write_text
 from eagle_train.provenance import tool_version
+from eagle_train.targets.load import DTYPES, parse_dtype
 from eagle_train.targets.survey import bytes_text
 
-PROVENANCE, CARD = "provenance.json", "README.md"
+CARD = "README.md"
 _MADE_BY = "eagle export"
-_FILES = {CONFIG, WEIGHTS, PROVENANCE, CARD}
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+_FILES = {CONFIG, WEIGHTS, PROVENANCE, CARD, REFERENCE_FOLDER}
+_ONE_DIRECTORY = ("vllm", "sglang")  # which load the same EAGLE-3 directory
 
 
 def export(
@@ -53,51 +54,76 @@ def export(
     check_engine(engine)
     final = Path(os.path.abspath(out))
     found = find_source(source)
-    _check_free(final, found, overwrite)
-    head = load_head(found.folder)
-    facts = found.target(target or head.config.target)
-    head.config = _completed(head.config, facts)
-    if reasons := refusals(head, engine, facts.num_layers):
-        raise UserError(f"{found.folder}: cannot be exported for {engine}: {'; '.join(reasons)}")
+    check_free(final, _MADE_BY, _FILES, [found.folder, found.run or found.folder], overwrite)
+    head = read_any(found.folder, num_target_layers=found.target(target or "").num_layers)
+    named = target or head.config.target
+    facts = found.target(named)
+    public = named if target or not _is_path(named) else Path(named).name
+    head.config = _completed(head.config, facts, public)
+    _check_served(head, engine, facts, found.folder)
     served = as_served(head, engine)
     stored = _choose_dtype(dtype, facts.dtype, served)
     config = replace(served.config, dtype=_long(stored))
     record = _provenance(found, config, engine, head, facts)
-    with _replacing_folder(final) as folder:
-        save_tensors(folder / WEIGHTS, head_tensors(served, stored), {"format": "pt"})
+    with replacing_folder(final) as folder:
+        save_tensors(folder / WEIGHTS, engine_tensors(head_tensors(served, stored), engine), {"format": "pt"})
         write_json(folder / CONFIG, engine_config(config, engine))
         change = verify(folder, served, config, engine, stored)
         record |= {"weights_sha256": sha256_file(folder / WEIGHTS), "logits_changed_by": change}
         write_json(folder / PROVENANCE, record)
-        write_text(folder / CARD, model_card(record, config, final.name, _commands(record, final.name)))
-    summary = {"out": str(out), "engine": engine, "size": _size(final), "serve": _commands(record, str(out))}
+        write_reference(folder, copy.deepcopy(served).to(stored))
+        write_text(
+            folder / CARD, model_card(record, config, final.name, _commands(record, public, final.name))
+        )
+    summary = {
+        "out": str(out),
+        "engine": engine,
+        "size": bytes_text(folder_bytes(final)),
+        "serve": _commands(record, named, str(out)),
+        "target_path": None if public == named else named,
+    }
     return summary | {key: record[key] for key in _SUMMARY}
 
 
 _SUMMARY = ("kind", "dtype", "target", "source", "recipe", "acceptance", "logits_changed_by", "refused")
 
 
+def _is_path(name: str) -> bool:
+    """True for a target's name that means something on this machine alone."""
+    return os.path.isabs(name) or name.startswith(".") or Path(name).exists()
+
+
+def _check_served(head: Head, engine: str, facts: TargetFacts, where: Path) -> None:
+    """Raise UserError where `engine` would not compute the head, or cannot be told its target."""
+    if reasons := refusals(head, engine, facts.num_layers):
+        raise UserError(f"{where}: cannot be exported for {engine}: {'; '.join(reasons)}")
+    if engine == "speculators" and not is_hub_id(head.config.target):
+        raise UserError(
+            f"{where}: a speculators config names its target by hub id, the head names "
+            f"{head.config.target or 'none'}; give --target OWNER/NAME"
+        )
+
+
 def _choose_dtype(dtype: str, target_dtype: str | None, head: Head) -> torch.dtype:
+    """Return the dtype to store; the target's own where it is one of the known."""
     kept = next(head.parameters()).dtype
-    by_long = {_long(value): value for value in DTYPES.values()}
     if dtype == "auto":
-        return by_long.get(str(target_dtype), kept)
+        return {_long(known): known for known in DTYPES.values()}.get(str(target_dtype), kept)
     if dtype == "keep":
         return kept
-    known = {**DTYPES, **by_long}
-    if dtype not in known:
-        words = ["auto", *DTYPES, "keep"]
-        raise UserError(f"--dtype {dtype}: wanted one of {', '.join(words)}{nearest(dtype, words)}")
-    return known[dtype]
+    try:
+        return parse_dtype(dtype) or kept
+    except UserError as error:
+        raise UserError(f"--{error}; keep stores it as trained") from error
 
 
-def _completed(config: HeadConfig, facts: TargetFacts) -> HeadConfig:
+def _completed(config: HeadConfig, facts: TargetFacts, name: str) -> HeadConfig:
     """Return the config with what the target says: its name, the default layers, how long texts may be.
 
     A head started from another's weights may know a shorter limit, which engines would enforce. Under
     longrope the limit decides the frequencies, so there it stays.
     """
-    changes: dict[str, Any] = {"target": facts.name}
+    changes: dict[str, Any] = {"target": name}
     if config.kind == "eagle3" and not config.feature_layers and facts.num_layers is not None:
         changes["feature_layers"] = config.layers_for(facts.num_layers)
     if config.rope_parameters["rope_type"] != "longrope":
@@ -109,7 +135,8 @@ def _provenance(
     source: Source, config: HeadConfig, engine: str, head: Head, target: TargetFacts
 ) -> dict[str, Any]:
     """Return provenance.json: names instead of paths, and no time, so equal heads give equal bytes."""
-    others = [other for other in ENGINES if other != engine] if config.kind == "eagle3" else []
+    shared = config.kind == "eagle3" and engine in _ONE_DIRECTORY
+    others = [other for other in _ONE_DIRECTORY if other != engine] if shared else []
     refused = {other: "; ".join(why) for other in others if (why := refusals(head, other, target.num_layers))}
     return {
         "format_version": 1,
@@ -120,7 +147,7 @@ def _provenance(
         "kind": config.kind,
         "dtype": config.dtype,
         "target": {
-            "name": target.name,
+            "name": config.target,
             "revision": target.revision,
             "fingerprint": target.fingerprint,
             "dtype": target.dtype,
@@ -128,86 +155,27 @@ def _provenance(
         "source": {
             "run": source.run.name if source.run else None,
             "head": source.name,
-            "weights_sha256": sha256_file(source.folder / WEIGHTS),
+            "weights_sha256": source.weights_sha256(),
         },
         "recipe": source.recipe_name,
+        "data": source.data(),
         "acceptance": source.acceptance(),
     }
 
 
-def _commands(record: dict[str, Any], head: str) -> dict[str, str]:
+def _commands(record: dict[str, Any], target: str, head: str) -> dict[str, str]:
     """Return the serve command of each engine that loads the export at `head`, in the target's own dtype."""
-    target, served = record["target"]["name"] or "TARGET", record["target"]["dtype"]
+    served = record["target"]["dtype"]
     dtype = served if served in map(_long, DTYPES.values()) else record["dtype"]
     return {
-        engine: serve_command(engine, record["kind"], target, head, dtype) for engine in record["engines"]
+        engine: serve_command(engine, record["kind"], target or "TARGET", head, dtype)
+        for engine in record["engines"]
     }
-
-
-def _check_free(final: Path, source: Source, overwrite: bool) -> None:
-    """Refuse an `out` whose replacement would cost the user something."""
-    if not final.exists() and not final.is_symlink():
-        return
-    if not final.is_dir():
-        raise UserError(f"{final}: is a file; choose another --out")
-    resolved = final.resolve()
-    for kept in (source.folder, source.run or source.folder, Path.cwd(), Path.home()):
-        if kept == resolved or resolved in kept.parents:
-            raise UserError(f"{final}: holds {kept}, which an export must not replace; choose another --out")
-    held = sorted(entry.name for entry in final.iterdir())
-    if overwrite or not held:
-        return
-    if not is_export(final):
-        raise UserError(f"{final}: exists and is no earlier export; choose another --out, or --overwrite it")
-    if foreign := [name for name in held if name not in _FILES]:
-        raise UserError(
-            f"{final}: this earlier export also holds {foreign[0]}, which would be lost; "
-            "choose another --out, or --overwrite it"
-        )
 
 
 def is_export(folder: Path) -> bool:
     """True for a directory that `export` wrote."""
-    if not (folder / PROVENANCE).is_file():
-        return False
-    with contextlib.suppress(UserError):
-        return read_json(folder / PROVENANCE, "").get("made_by") == _MADE_BY
-    return False
-
-
-@contextlib.contextmanager
-def _replacing_folder(final: Path) -> Iterator[Path]:
-    """Yield a new folder beside `final`; on success give it that name, on failure leave `final` as it was."""
-    make_folder(final.parent)
-    fresh = final.with_name(f".{final.name}.{os.getpid()}.tmp")
-    old = final.with_name(f".{final.name}.{os.getpid()}.old")
-    try:
-        shutil.rmtree(fresh, ignore_errors=True)
-        fresh.mkdir()
-        yield fresh
-        if final.exists():
-            os.rename(final, old)
-        os.rename(fresh, final)
-        _sweep(final)
-    except OSError as error:
-        raise os_error(final, error) from error
-    finally:
-        if old.exists() and not final.exists():
-            os.rename(old, final)
-        for left in (fresh, old):
-            shutil.rmtree(left, ignore_errors=True)
-
-
-def _sweep(final: Path) -> None:
-    """Delete what killed exports to the same place left under their temporary names."""
-    with contextlib.suppress(OSError):  # a folder that may not be listed
-        for entry in final.parent.iterdir():
-            if re.fullmatch(rf"\.{re.escape(final.name)}\.\d+\.(tmp|old)", entry.name):
-                shutil.rmtree(entry, ignore_errors=True)
-
-
-def _size(folder: Path) -> str:
-    return bytes_text(sum(entry.stat().st_size for entry in folder.iterdir()))
+    return made_by(folder) == _MADE_BY
 
 
 def _long(dtype: torch.dtype) -> str:

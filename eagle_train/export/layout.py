@@ -19,43 +19,18 @@ from eagle_train.errors import UserError, nearest
 from eagle_train.heads.config import HeadConfig
 from eagle_train.heads.disk import Head
 
-ENGINES = ("vllm", "sglang")
-_NAMES = {"vllm": "vLLM", "sglang": "SGLang"}
+ENGINES = ("vllm", "sglang", "speculators", "eagle")
+SPECULATIVE_TOKENS = 3  # what a speculators config makes vLLM guess per round, unless told otherwise
 _MAPS = {"d2t": torch.int64, "t2d": torch.bool}
+SWITCHES = ("fc_norm", "norm_output", "norm_before_fc", "norm_before_residual")
+_HEADS_OWN = ("draft_vocab_size", "target_hidden_size", *SWITCHES)  # beside the layer's own settings
 
 
 def check_engine(engine: str) -> str:
     """Return `engine`, or raise UserError naming the known ones."""
     if engine not in ENGINES:
-        raise UserError(f"--engine {engine}: wanted {' or '.join(ENGINES)}{nearest(engine, ENGINES)}")
+        raise UserError(f"--engine {engine}: wanted one of {', '.join(ENGINES)}{nearest(engine, ENGINES)}")
     return engine
-
-
-def refusals(head: Head, engine: str, num_target_layers: int | None) -> list[str]:
-    """Return why `engine` would not compute what the head does, one sentence each; none if it does.
-
-    `num_target_layers` is n where it is known.
-    """
-    config, name, found = head.config, _NAMES[engine], []
-    if config.attention_bias:
-        found.append(f"attention_bias: {name} drops the biases of q, k, v and o")
-    bias = head.fc.bias
-    if config.kind == "eagle1":
-        if engine == "vllm" and bias is not None and bool(bias.any()):
-            found.append("fc.bias is not zero: vLLM drops it silently; train with fc_bias false")
-        return found
-    if config.fc_bias:
-        found.append(f"fc.bias: {name} has no bias on an EAGLE-3 fc")
-    if config.num_hidden_layers != 1:
-        found.append(f"num_hidden_layers is {config.num_hidden_layers}: {name} loads one midlayer")
-    if not config.feature_layers:
-        found.append(f"feature_layers: none recorded, so {name} would guess which layers to capture")
-    elif engine == "sglang":
-        if config.feature_layers[0] == 0:
-            found.append("feature_layers: SGLang cannot capture hs[0], the embeddings")
-        if num_target_layers is not None and config.feature_layers[-1] >= num_target_layers:
-            found.append(f"feature_layers: SGLang cannot capture hs[{num_target_layers}], the last state")
-    return found
 
 
 def as_served(head: Head, engine: str) -> Head:
@@ -64,8 +39,8 @@ def as_served(head: Head, engine: str) -> Head:
     SGLang's EAGLE-1 fc has a bias that stays random unless stored, vLLM's has none: zeros are added or
     taken away, which changes no output.
     """
-    wants_bias = head.config.kind == "eagle1" and engine == "sglang"
-    if head.config.kind != "eagle1" or head.config.fc_bias == wants_bias:
+    wants_bias = engine == "sglang"
+    if head.config.kind != "eagle1" or engine == "eagle" or head.config.fc_bias == wants_bias:
         return head
     served = copy.deepcopy(head)
     weight = served.fc.weight
@@ -76,14 +51,65 @@ def as_served(head: Head, engine: str) -> Head:
 
 
 def engine_config(config: HeadConfig, engine: str) -> dict[str, Any]:
-    """Return config.json for `engine`. EAGLE-3's is one and the same for both.
+    """Return config.json for `engine`. EAGLE-3's is one and the same for vLLM and SGLang.
 
-    EAGLE-1 in vLLM goes by the plain Llama name; vLLM puts its own prefix before it.
+    EAGLE-1 in vLLM goes by the plain Llama name; vLLM puts its own prefix before it. EAGLE's repository
+    takes an absent ``bias`` for true.
     """
+    if engine == "speculators":
+        return _speculators_config(config)
     value = config.to_json()
     if config.kind == "eagle1" and engine == "vllm":
         value["architectures"] = ["LlamaForCausalLM"]
+    if engine == "eagle":
+        value["bias"] = config.fc_bias
     return value
+
+
+def _speculators_config(config: HeadConfig) -> dict[str, Any]:
+    """Return the config of the speculators library: the layer's settings apart, every switch written out.
+
+    ``norm_before_residual`` is read as true by some and as false by others where it is absent.
+    """
+    value = config.to_json()
+    layer_keys = {"model_type", *value} - {*_HEADS_OWN, "architectures", "eagle_config", "eagle_train"}
+    layer_keys -= {"eagle_aux_hidden_state_layer_ids", "num_aux_hidden_states", "torch_dtype"}
+    found: dict[str, Any] = {
+        "architectures": ["Eagle3DraftModel"],
+        "speculators_model_type": "eagle3",
+        "draft_vocab_size": config.draft_vocab_size,
+        **{name: getattr(config, name) for name in SWITCHES},
+        "eagle_aux_hidden_state_layer_ids": list(config.feature_layers),
+        "embed_requires_grad": False,
+        "tie_word_embeddings": False,
+        "dtype": config.dtype,
+        "speculators_config": {
+            "algorithm": "eagle3",
+            "default_proposal_method": "greedy",
+            "proposal_methods": [
+                {
+                    "proposal_type": "greedy",
+                    "speculative_tokens": SPECULATIVE_TOKENS,
+                    "verifier_accept_k": 1,
+                    "accept_tolerance": 0.0,
+                }
+            ],
+            "verifier": {"name_or_path": config.target, "architectures": []},
+        },
+        "transformer_layer_config": {key: value[key] for key in value if key in layer_keys},
+    }
+    if "target_hidden_size" in value:
+        found["target_hidden_size"] = value["target_hidden_size"]
+    return found
+
+
+def engine_tensors(tensors: Mapping[str, Tensor], engine: str) -> dict[str, Tensor]:
+    """Return a head's tensors under the engine's names: speculators numbers the first layer."""
+    return {_engine_name(name, engine): tensor for name, tensor in tensors.items()}
+
+
+def _engine_name(name: str, engine: str) -> str:
+    return name.replace("midlayer.", "layers.0.") if engine == "speculators" else name
 
 
 def wanted_tensors(config: HeadConfig, engine: str) -> dict[str, tuple[int, ...]]:
@@ -91,7 +117,7 @@ def wanted_tensors(config: HeadConfig, engine: str) -> dict[str, tuple[int, ...]
     hidden = config.hidden_size
     if config.kind == "eagle1":
         wanted: dict[str, tuple[int, ...]] = {"fc.weight": (hidden, 2 * hidden)}
-        if engine == "sglang":
+        if engine == "sglang" or (engine == "eagle" and config.fc_bias):
             wanted["fc.bias"] = (hidden,)
         for i in range(config.num_hidden_layers):
             wanted |= _layer(config, f"layers.{i}", width=hidden)
@@ -107,11 +133,13 @@ def wanted_tensors(config: HeadConfig, engine: str) -> dict[str, tuple[int, ...]
         "midlayer.hidden_norm.weight": (hidden,),
         **_layer(config, "midlayer", width=2 * hidden),
     }
+    if config.norm_before_fc:
+        wanted["input_norm.weight"] = (config.feature_width,)
     if config.fc_norm:
         wanted |= {f"fc_norm.{i}.weight": (width,) for i in range(config.num_features)}
     if config.reduced_vocabulary:
         wanted |= {"d2t": (config.draft_vocab_size,), "t2d": (config.vocab_size,)}
-    return wanted
+    return {_engine_name(name, engine): shape for name, shape in wanted.items()}
 
 
 def tensor_faults(

@@ -14,11 +14,13 @@ from typing import Any
 
 from eagle_train.config import Recipe
 from eagle_train.errors import UserError
-from eagle_train.evaluation.heads import find_head
+from eagle_train.evaluation.heads import find_head, run_of
+from eagle_train.heads.disk import WEIGHTS
+from eagle_train.io import sha256_file
 from eagle_train.recipe_files import load_recipe
 from eagle_train.shards import frozen_target
+from eagle_train.shards.schema import MANIFEST
 from eagle_train.targets.load import DTYPES
-from eagle_train.training.checkpoints import FOLDER
 from eagle_train.training.metrics import read_metrics
 from eagle_train.training.run_folder import RECIPE, RECORD
 
@@ -55,6 +57,18 @@ class Source:
         figures = {key: lines[-1].get(key) for key in ("tau", "accepted_by_position", "rounds")}
         gamma = self.recipe.run.eval_gamma if self.recipe else None
         return {"draft": f"chain of {gamma}" if gamma else "chain", "temperature": 0.0, **figures}
+
+    def data(self) -> dict[str, Any] | None:
+        """Return the fingerprints of what the head was trained on; None where not recorded."""
+        if not self.record.get("shards"):
+            return None
+        rows = _read(Path(str(self.record.get("shards_folder"))) / MANIFEST).get("rows_fingerprint")
+        return {"shards": self.record["shards"], "rows": rows}
+
+    def weights_sha256(self) -> str | None:
+        """Return the checksum of the head's weights; None where they are not in one safetensors file."""
+        file = self.folder / WEIGHTS
+        return sha256_file(file) if file.is_file() else None
 
     def _shards(self) -> dict[str, Any]:
         """Return the target.json of the shards that the run read, {} where they are gone."""
@@ -99,9 +113,9 @@ def find_source(path: str | Path) -> Source:
     Raises UserError saying what is there instead.
     """
     folder = find_head(path).resolve()
-    if folder.parent.name != FOLDER:
+    run, recipe = run_of(folder), None
+    if run is None:
         return Source(folder)
-    run, recipe = folder.parent.parent, None
     with contextlib.suppress(UserError):  # a run of another version: its recipe is not needed
         recipe = load_recipe(run / RECIPE)
     return Source(folder, run, _read(run / RECORD), recipe)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from eagle_train.errors import UserError
 from eagle_train.heads.config import is_own
-from eagle_train.heads.disk import CONFIG, WEIGHTS, Head, head_of_tensors
+from eagle_train.heads.disk import CONFIG, WEIGHTS, Head, head_of_tensors, load_head
 from eagle_train.heads.draft_vocab import from_offsets, membership
 from eagle_train.heads.foreign_config import Told, resolve
 from eagle_train.heads.foreign_tensors import (
@@ -24,7 +25,7 @@ from eagle_train.heads.foreign_tensors import (
 )
 from eagle_train.io import read_json
 
-FILES = (CONFIG, WEIGHTS, PICKLED, INDEX)
+FILES = (WEIGHTS, INDEX, PICKLED)  # of which a head directory has one
 _SAME = 2.0**-7  # two copies of a table may be rounded to different dtypes
 
 
@@ -88,6 +89,27 @@ def read_foreign(
         tensors.embedding,
         tensors.lm_head,
     )
+
+
+def read_any(
+    folder: str | os.PathLike[str],
+    told: Told | None = None,
+    num_target_layers: int | None = None,
+    tables: tuple[Tensor, Tensor] | None = None,
+) -> Head:
+    """Read a head of ours or another's; what was taken for granted of the latter becomes warnings.
+
+    `tables` are the target's embedding and lm_head, where at hand: copies in the file must equal them.
+    Raises UserError as `read_foreign` and `load_head` do.
+    """
+    if not is_foreign(folder):
+        return load_head(folder)
+    read = read_foreign(folder, told, num_target_layers)
+    for note in read.notes:
+        warnings.warn(f"{folder}: {note}", stacklevel=2)
+    if tables is not None:
+        read.check_copies(*tables, str(folder))
+    return read.head
 
 
 def _vocabulary_maps(tensors: ForeignTensors, vocab_size: int, where: str) -> dict[str, Tensor]:

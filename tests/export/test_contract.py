@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from eagle_train.export.export import export
-from eagle_train.heads.disk import load_head
+from eagle_train.heads.foreign import read_any
 from eagle_train.io import load_tensors
 
 _LAYER = {  # 4 heads and 2 key-value heads of 16; {} is the width that q, k and v read
@@ -109,6 +109,19 @@ _CASES: dict[str, tuple[str, str, dict[str, Any], dict[str, tuple[int, ...]], di
         {**_IDS, "target_hidden_size": 24},
     ),
     "same width": ("eagle3", "vllm", {"target_hidden_size": 32}, _EAGLE3, _IDS),
+    "other norms, window": (
+        "eagle3",
+        "vllm",
+        {"norm_before_fc": True, "norm_before_residual": True, "sliding_window": 9},
+        {**_EAGLE3, "input_norm.weight": (96,)},
+        {
+            **_IDS,
+            "norm_before_fc": True,
+            "norm_before_residual": True,
+            "sliding_window": 9,
+            "layer_types": ["sliding_attention"],
+        },
+    ),
     "eagle1 for vllm": ("eagle1", "vllm", {}, _EAGLE1, _EAGLE1_VLLM),
     "eagle1 for sglang": ("eagle1", "sglang", {}, {**_EAGLE1, "fc.bias": (32,)}, _EAGLE1_SGLANG),
     "eagle1, llama3 rope": ("eagle1", "vllm", {"llama3": True}, _EAGLE1, {**_EAGLE1_VLLM, **_LLAMA3}),
@@ -139,10 +152,59 @@ def test_files_hold_exactly_what_the_engine_loads(case, head_dir, tmp_path):
     assert written == {**_SIZES, **extra, **config}
     assert sorted(entry.name for entry in out.iterdir()) == [
         "README.md",
+        "check",
         "config.json",
         "model.safetensors",
         "provenance.json",
     ]
+
+
+def test_the_speculators_layout_numbers_its_layer_and_writes_every_switch(head_dir, tmp_path):
+    source = head_dir("eagle3", draft_vocab_size=40, fc_norm=True, llama3=True)
+    export(source, tmp_path / "out", engine="speculators", dtype="bf16")
+    stored, _ = load_tensors(tmp_path / "out" / "model.safetensors")
+    wanted = {**_REDUCED, **{f"fc_norm.{i}.weight": (32,) for i in range(3)}}
+    assert {name: tuple(tensor.shape) for name, tensor in stored.items()} == {
+        name.replace("midlayer.", "layers.0."): shape for name, shape in wanted.items()
+    }
+    layer = {**_SIZES, "dtype": "bfloat16", "attention_bias": False, "mlp_bias": False, **_LLAMA3}
+    for name in ("draft_vocab_size", "torch_dtype"):
+        del layer[name]
+    assert json.loads((tmp_path / "out" / "config.json").read_text()) == {
+        "architectures": ["Eagle3DraftModel"],
+        "speculators_model_type": "eagle3",
+        "draft_vocab_size": 40,
+        "fc_norm": True,
+        "norm_output": False,
+        "norm_before_fc": False,
+        "norm_before_residual": False,
+        "eagle_aux_hidden_state_layer_ids": [2, 4, 5],
+        "embed_requires_grad": False,
+        "tie_word_embeddings": False,
+        "dtype": "bfloat16",
+        "speculators_config": {
+            "algorithm": "eagle3",
+            "default_proposal_method": "greedy",
+            "proposal_methods": [
+                {
+                    "proposal_type": "greedy",
+                    "speculative_tokens": 3,
+                    "verifier_accept_k": 1,
+                    "accept_tolerance": 0.0,
+                }
+            ],
+            "verifier": {"name_or_path": "org/target", "architectures": []},
+        },
+        "transformer_layer_config": layer,
+    }
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_eagles_repository_is_told_about_the_bias_that_it_takes_for_granted(bias, head_dir, tmp_path):
+    export(head_dir("eagle1", head_dim=8, fc_bias=bias), tmp_path / "out", engine="eagle", dtype="keep")
+    stored, _ = load_tensors(tmp_path / "out" / "model.safetensors")
+    assert ("fc.bias" in stored) == bias
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["bias"] is bias
 
 
 def test_vocabulary_maps_hold_offsets_and_membership(head_dir, tmp_path):
@@ -170,6 +232,8 @@ def test_sglang_eagle1_bias_is_zero_and_vllm_form_comes_back_from_it(head_dir, t
         ("eagle3", "vllm", {}),
         ("eagle3", "sglang", {"llama3": True}),
         ("eagle3", "vllm", {"draft_vocab_size": 40, "fc_norm": True, "norm_output": True}),
+        ("eagle3", "vllm", {"norm_before_fc": True, "norm_before_residual": True}),
+        ("eagle3", "speculators", {"norm_before_residual": True, "fc_norm": True, "llama3": True}),
         ("eagle1", "vllm", {"llama3": True}),
         ("eagle1", "sglang", {}),
     ],
@@ -187,13 +251,24 @@ def test_an_engine_that_reads_only_the_directory_computes_the_trained_logits(
     engine_outs = _Engine(out).two_steps(features, embeds, positions)
 
     for folder in (source, out):
-        head = load_head(folder)
+        head = read_any(folder)
         with torch.no_grad():
             first = head(head.start(features), embeds[0], positions, _attend)
             second = head(head.carry(first), embeds[1], positions, _attend)
             ours = torch.stack([first, second])
             ours = head.lm_head(head.final(ours)) if kind == "eagle3" else ours
         torch.testing.assert_close(ours, engine_outs, rtol=1e-4, atol=1e-5)
+
+
+def test_the_reference_file_holds_inputs_and_what_an_engine_makes_of_them(head_dir, tmp_path):
+    for kind in ("eagle1", "eagle3"):
+        export(head_dir(kind, name=kind), tmp_path / "out", engine="vllm", dtype="keep")
+        reference, meaning = load_tensors(tmp_path / "out" / "check" / "reference.safetensors")
+        outputs = reference.pop("states" if kind == "eagle1" else "logits")
+        assert set(reference) == {"features", "embeds", "positions"}
+        assert all(f"{name}: " in meaning["meaning"] for name in reference)
+        got = _Engine(tmp_path / "out").two_steps(**reference)
+        torch.testing.assert_close(got, outputs, rtol=1e-4, atol=1e-5)
 
 
 def _attend(layer, q, k, v):
@@ -212,15 +287,21 @@ class _Engine:
         from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
         self.config = json.loads((folder / "config.json").read_text())
-        del self.config["eagle_train"]  # no engine reads it
-        self.w, _ = load_tensors(folder / "model.safetensors")
-        self.rotary = LlamaRotaryEmbedding(LlamaConfig.from_pretrained(folder))
+        self.config.pop("eagle_train", None)  # no engine reads it
+        layer = self.config.get("transformer_layer_config", self.config)
+        self.rotary = LlamaRotaryEmbedding(LlamaConfig.from_dict(layer))
+        self.config = {**layer, **self.config}
+        stored, _ = load_tensors(folder / "model.safetensors")
+        first = "midlayer." if any("hidden_norm" in name for name in stored) else "layers.0."
+        self.w = {name.replace("layers.0.", first): tensor for name, tensor in stored.items()}
 
     def two_steps(self, features, embeds, positions):
         outs, hidden = [], features
         if "midlayer.hidden_norm.weight" in self.w:
+            if self.config.get("norm_before_fc"):
+                hidden = self.norm(hidden, "input_norm")
             if self.config["fc_norm"]:
-                parts = hidden.chunk(self.config["num_aux_hidden_states"], dim=-1)
+                parts = hidden.chunk(3, dim=-1)
                 hidden = torch.cat([self.norm(x, f"fc_norm.{i}") for i, x in enumerate(parts)], dim=-1)
             hidden = hidden @ self.w["fc.weight"].T
         for step in range(2):
@@ -237,6 +318,7 @@ class _Engine:
             prefix, residual = "midlayer", hidden
             normed = self.norm(embeds, "midlayer.input_layernorm"), self.norm(hidden, "midlayer.hidden_norm")
             inputs = torch.cat(normed, dim=-1)
+            residual = normed[1] if self.config.get("norm_before_residual") else hidden
         else:
             prefix = "layers.0"
             fused = torch.cat([embeds, hidden], dim=-1) @ self.w["fc.weight"].T

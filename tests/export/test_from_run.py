@@ -50,7 +50,9 @@ def test_a_run_exports_its_best_with_recipe_target_and_acceptance(run_dir, tiny_
     assert record["recipe"] == "eagle3-tiny"
     run = json.loads((run_dir / "run.json").read_text())
     identity = json.loads((Path(run["shards_folder"]) / "target.json").read_text())["target"]
-    assert record["target"]["name"] == str(tiny_target_dir)
+    assert record["target"]["name"] == tiny_target_dir.name
+    rows = json.loads((Path(run["shards_folder"]) / "shards.json").read_text())["rows_fingerprint"]
+    assert record["data"] == {"shards": run["shards"], "rows": rows}
     assert record["target"]["fingerprint"] == identity["fingerprint"] != ""
     lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     scored = [line for line in lines if line["step"] == int(best.name[5:]) and "tau" in line][-1]

@@ -87,8 +87,9 @@ def test_equal_heads_give_equal_bytes(kind, head_dir, tmp_path):
     source = head_dir(kind)
     for folder in ("a", "b"):
         export(source, tmp_path / folder / "out", engine="sglang", dtype="bf16")
-    names = sorted(entry.name for entry in (tmp_path / "a" / "out").iterdir())
-    assert len(names) == 4
+    out = tmp_path / "a" / "out"
+    names = sorted(str(file.relative_to(out)) for file in out.rglob("*") if file.is_file())
+    assert len(names) == 5
     for name in names:
         first, second = (tmp_path / folder / "out" / name for folder in ("a", "b"))
         assert first.read_bytes() == second.read_bytes(), name
@@ -96,7 +97,8 @@ def test_equal_heads_give_equal_bytes(kind, head_dir, tmp_path):
 
 def test_whoever_may_read_the_config_may_read_the_weights(head_dir, tmp_path):
     export(head_dir("eagle3"), tmp_path / "out", engine="vllm")
-    modes = {entry.stat().st_mode & 0o777 for entry in (tmp_path / "out").iterdir()}
+    files = [entry for entry in (tmp_path / "out").rglob("*") if entry.is_file()]
+    modes = {entry.stat().st_mode & 0o777 for entry in files}
     assert len(modes) == 1
 
 
@@ -122,6 +124,7 @@ def test_provenance_names_what_the_export_was_made_from(head_dir, tmp_path):
             "weights_sha256": sha256_file(source / "model.safetensors"),
         },
         "recipe": None,
+        "data": None,
         "acceptance": None,
         "weights_sha256": sha256_file(out / "model.safetensors"),
     }
@@ -142,6 +145,11 @@ def test_serve_commands_are_those_of_the_engines():
         "--speculative-num-steps 3 --speculative-eagle-topk 1 --speculative-num-draft-tokens 4"
     )
     assert "--speculative-algorithm EAGLE " in serve_command("sglang", "eagle1", "t", "h", "float16")
+    code = shlex.split(serve_command("eagle", "eagle3", "org/target", "my head", "float16"))[2]
+    assert code.endswith(
+        "EaModel.from_pretrained(use_eagle3=True, base_model_path='org/target', ea_model_path='my head', "
+        "torch_dtype=torch.float16)"
+    )
 
 
 @pytest.mark.parametrize(
@@ -161,6 +169,7 @@ def test_the_card_has_front_matter_and_a_command_for_each_engine_that_loads_it(
     _, front, body = card.split("---\n", 2)
     assert yaml.safe_load(front) == {
         "base_model": "org/target",
+        "pipeline_tag": "text-generation",
         "tags": ["speculative-decoding", "eagle", kind],
     }
     assert set(made["serve"]) == engines
@@ -168,6 +177,22 @@ def test_the_card_has_front_matter_and_a_command_for_each_engine_that_loads_it(
         command = serve_command(other, kind, "org/target", "out", "float32")
         assert (f"```\n{command}\n```" in body) == (other in engines)
     assert str(tmp_path) not in card
+
+
+def test_a_local_target_is_named_after_its_folder_unless_given(head_dir, tmp_path):
+    target = _target(tmp_path / "small-target", {"dtype": "float32"})
+    source = head_dir("eagle3", target=target)
+    made = export(source, tmp_path / "out", engine="vllm")
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert "EAGLE-3 draft head for small-target\n" in card
+    assert "vllm serve small-target " in card
+    for file in ("README.md", "provenance.json", "config.json"):
+        assert str(tmp_path) not in (tmp_path / "out" / file).read_text()
+    assert made["target_path"] == target
+    assert f"vllm serve {target} " in made["serve"]["vllm"]  # what is printed can be typed here
+    made = export(source, tmp_path / "out", engine="vllm", target="org/target")
+    assert made["target_path"] is None
+    assert "vllm serve org/target " in (tmp_path / "out" / "README.md").read_text()
 
 
 def test_a_head_that_names_no_target_says_what_to_put(head_dir, tmp_path):

@@ -13,7 +13,8 @@ import torch
 import eagle_train.export.export as export_module
 from eagle_train.errors import UserError
 from eagle_train.export.export import export
-from eagle_train.export.layout import refusals, tensor_faults
+from eagle_train.export.layout import tensor_faults
+from eagle_train.export.refusals import refusals
 from eagle_train.export.verify import verify
 from eagle_train.heads.disk import build_head, load_config, load_head, save_head
 from eagle_train.io import load_tensors, save_tensors, write_json
@@ -38,6 +39,16 @@ def _only(folder: Path, *names: str) -> None:
         ("eagle3", "vllm", {"fc_bias": True}, r"fc\.bias: vLLM has no bias"),
         ("eagle1", "vllm", {"fc_bias": True}, r"fc\.bias is not zero: vLLM drops it silently"),
         ("eagle1", "sglang", {"attention_bias": True}, "attention_bias: SGLang drops"),
+        ("eagle3", "sglang", {"norm_before_residual": True}, "norm_before_residual: SGLang does not"),
+        ("eagle3", "sglang", {"norm_before_fc": True}, "norm_before_fc: SGLang does not compute it"),
+        ("eagle3", "sglang", {"sliding_window": 9}, "sliding_window is 9: SGLang would attend to everything"),
+        ("eagle1", "vllm", {"sliding_window": 9}, "sliding_window is 9: vLLM would attend to everything"),
+        ("eagle1", "speculators", {}, "kind eagle1: vLLM reads EAGLE-3 heads alone"),
+        ("eagle3", "eagle", {"fc_norm": True}, "fc_norm: EAGLE's repository does not compute it"),
+        ("eagle3", "eagle", {"norm_output": True}, "norm_output: EAGLE's repository"),
+        ("eagle3", "eagle", {}, "goes by the target's depth, not known here; give --target"),
+        ("eagle1", "eagle", {}, "head_dim is 16: EAGLE's repository takes hidden_size"),
+        ("eagle1", "eagle", {"llama3": True}, "rope_type llama3: EAGLE's repository rotates without scaling"),
     ],
 )
 def test_what_an_engine_would_not_compute_is_refused(kind, engine, fields, words, head_dir, tmp_path):
@@ -56,6 +67,23 @@ def test_last_state_is_refused_for_sglang_once_the_depth_is_known(head_dir, tmp_
     assert "Not for SGLang: feature_layers: SGLang cannot capture hs[8]" in (
         tmp_path / "out" / "README.md"
     ).read_text().replace("\n", " ")
+
+
+def test_eagles_repository_captures_the_usual_layers_alone(head_dir, tmp_path):
+    target = _target(tmp_path / "target")
+    other = head_dir("eagle3", head_dim=8, feature_layers=(1, 4, 5), name="other")
+    with pytest.raises(UserError, match=r"feature_layers \(1, 4, 5\): EAGLE's repository always captures"):
+        export(other, tmp_path / "out", engine="eagle", target=target)
+    export(head_dir("eagle3", head_dim=8), tmp_path / "out", engine="eagle", target=target)
+
+
+def test_speculators_want_the_targets_hub_id(head_dir, tmp_path):
+    source = head_dir("eagle3", target=str(tmp_path / "target"))
+    with pytest.raises(UserError, match=r"names its target by hub id, .* give --target OWNER/NAME"):
+        export(source, tmp_path / "out", engine="speculators")
+    export(source, tmp_path / "out", engine="speculators", target="org/target")
+    record = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert record["speculators_config"]["verifier"]["name_or_path"] == "org/target"
 
 
 def test_first_layer_serves_in_vllm_alone(head_dir, tmp_path):
@@ -161,7 +189,7 @@ def test_a_head_that_lost_a_tensor_on_the_way_never_appears(head_dir, tmp_path, 
 def test_a_full_disk_leaves_the_earlier_export_as_it_was(head_dir, tmp_path, monkeypatch):
     out = tmp_path / "out"
     export(head_dir("eagle3"), out, engine="vllm")
-    before = {entry.name: entry.read_bytes() for entry in out.iterdir()}
+    before = {entry: entry.read_bytes() for entry in out.rglob("*") if entry.is_file()}
     newer = head_dir("eagle3", seed=1, name="newer")
 
     def full(path, content):
@@ -170,11 +198,11 @@ def test_a_full_disk_leaves_the_earlier_export_as_it_was(head_dir, tmp_path, mon
     monkeypatch.setattr(export_module, "write_text", full)
     with pytest.raises(UserError, match="the disk is full"):
         export(newer, out, engine="vllm")
-    assert {entry.name: entry.read_bytes() for entry in out.iterdir()} == before
+    assert {entry: entry.read_bytes() for entry in out.rglob("*") if entry.is_file()} == before
     _only(tmp_path, "head", "newer", "out")
     monkeypatch.undo()
     export(newer, out, engine="vllm")
-    assert (out / "model.safetensors").read_bytes() != before["model.safetensors"]
+    assert (out / "model.safetensors").read_bytes() != before[out / "model.safetensors"]
     _only(tmp_path, "head", "newer", "out")
 
 
@@ -276,7 +304,10 @@ def test_unknown_engine_and_dtype_name_the_nearest(head_dir, tmp_path):
     source = head_dir("eagle3")
     with pytest.raises(UserError, match="did you mean 'sglang'"):
         export(source, tmp_path / "out", engine="sglan")
-    with pytest.raises(UserError, match="--dtype bp16: wanted one of auto, bf16, fp16, fp32, keep"):
+    with pytest.raises(
+        UserError,
+        match=r"--dtype bp16: wanted auto, fp32, bf16 or fp16; did you mean .*; keep stores it as trained",
+    ):
         export(source, tmp_path / "out", engine="vllm", dtype="bp16")
     _only(tmp_path, "head")
 

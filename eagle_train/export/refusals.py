@@ -1,0 +1,79 @@
+"""What an engine would not compute as the head does, each reason by the setting's name.
+
+From the engines' loaders. Most of what is listed here they ignore without a word.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from eagle_train.heads.config import HeadConfig, default_layers
+from eagle_train.heads.disk import Head
+
+NAMES = {"vllm": "vLLM", "sglang": "SGLang", "speculators": "speculators", "eagle": "EAGLE's repository"}
+_IGNORES = {  # switches of the forward that an engine does not know
+    "vllm": (),
+    "sglang": ("norm_before_fc", "norm_before_residual"),
+    "speculators": (),
+    "eagle": ("fc_norm", "norm_output", "norm_before_fc", "norm_before_residual", "target_hidden_size"),
+}
+
+
+def refusals(head: Head, engine: str, num_target_layers: int | None) -> list[str]:
+    """Return why `engine` would not compute what the head does, one sentence each; none if it does.
+
+    `num_target_layers` is n where it is known.
+    """
+    config, name = head.config, NAMES[engine]
+    if engine == "speculators" and config.kind != "eagle3":
+        return [
+            f"kind {config.kind}: vLLM reads EAGLE-3 heads alone in the speculators layout; use --engine vllm"
+        ]
+    found = [
+        f"{switch}: {name} does not compute it" for switch in _IGNORES[engine] if getattr(config, switch)
+    ]
+    if config.attention_bias:
+        found.append(f"attention_bias: {name} drops the biases of q, k, v and o")
+    if config.sliding_window is not None and not (
+        config.kind == "eagle3" and engine in ("vllm", "speculators")
+    ):
+        found.append(f"sliding_window is {config.sliding_window}: {name} would attend to everything")
+    bias = head.fc.bias
+    if config.kind == "eagle1":
+        if engine == "vllm" and bias is not None and bool(bias.any()):
+            found.append("fc.bias is not zero: vLLM drops it silently; train with fc_bias false")
+    elif config.fc_bias:
+        found.append(f"fc.bias: {name} has no bias on an EAGLE-3 fc")
+    if config.kind == "eagle3":
+        if config.num_hidden_layers != 1:
+            found.append(f"num_hidden_layers is {config.num_hidden_layers}: {name} loads one midlayer")
+        found += _layers(config, engine, num_target_layers)
+    if engine == "eagle":
+        found += _repository(config)
+    return found
+
+
+def _layers(config: HeadConfig, engine: str, depth: int | None) -> Iterator[str]:
+    layers, name = config.feature_layers, NAMES[engine]
+    if not layers:
+        yield f"feature_layers: none recorded, so {name} would guess which layers to capture"
+        return
+    if engine == "sglang":
+        if layers[0] == 0:
+            yield "feature_layers: SGLang cannot capture hs[0], the embeddings"
+        if depth is not None and layers[-1] >= depth:
+            yield f"feature_layers: SGLang cannot capture hs[{depth}], the last state"
+    if engine == "eagle":
+        if depth is None:
+            yield f"feature_layers: {name} goes by the target's depth, not known here; give --target"
+        elif depth < 7 or layers != default_layers(depth):
+            yield f"feature_layers {layers}: {name} always captures 2, n/2 and n-3"
+
+
+def _repository(config: HeadConfig) -> Iterator[str]:
+    """What EAGLE's own code, written for Llama-2 and -3, cannot read from a config."""
+    name, rope = NAMES["eagle"], config.rope_parameters["rope_type"]
+    if rope != "default":
+        yield f"rope_type {rope}: {name} rotates without scaling"
+    if config.head_dim * config.num_attention_heads != config.hidden_size:
+        yield f"head_dim is {config.head_dim}: {name} takes hidden_size / num_attention_heads"
