@@ -27,8 +27,8 @@ _OUTPUTS = {"eagle1": "states", "eagle3": "logits"}
 _MEANING = (
     "features: captured target layers side by side, low to high, one row per token, read at step 0; embeds: "
     "[step, row, hidden], embedding of the token after each row; positions: RoPE position of each row at "
-    "step 0, one more at step 1; {outputs}: of steps 0 and 1, in float32 from the weights as stored; rows attend "
-    "causally to the rows of their own step, and step 1 reads at each row what step 0 put out there"
+    "step 0, one more at step 1; {outputs}: of steps 0 and 1, in float32 from the weights as stored; rows "
+    "attend causally to the rows of their own step; step 1 reads at each row what step 0 put out there"
 )
 _ROWS = 8
 _FARTHEST = 4096  # positions up to here; the cosine table grows with the largest
