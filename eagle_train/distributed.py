@@ -37,11 +37,16 @@ def launched() -> bool:
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
+def num_cores() -> int:
+    """Return the number of cores this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def relaunch(processes: int, arguments: list[str]) -> int:
     """Run ``eagle ARGUMENTS`` in `processes` processes on this machine through torchrun.
 
-    Returns the exit code a single process would have given: a UserError in any child is 2, an
-    interrupt 130, any other death 1. Raises UserError when already inside such a launch.
+    Returns 0 when all of them ended well and 130 when interrupted. Raises UserError when one failed,
+    whatever it failed of (it has said so itself), or when already inside such a launch.
     """
     if launched():
         raise UserError("--processes was given inside torchrun; use one of the two")
@@ -60,7 +65,7 @@ def relaunch(processes: int, arguments: list[str]) -> int:
         *arguments,
     ]
     environment = dict(os.environ)
-    environment.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // processes)))
+    environment.setdefault("OMP_NUM_THREADS", str(max(1, num_cores() // processes)))
     child = subprocess.Popen(command, env=environment)
     try:
         code = child.wait()

@@ -11,6 +11,7 @@ import errno
 import hashlib
 import json
 import os
+import secrets
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -59,11 +60,11 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
     """Yield a temporary name beside `path`; on success flush it to disk and rename it to `path`.
 
     On any failure the temporary file is removed. Operating-system errors become UserError. The
-    temporary name carries the process id, so two processes never write into one file.
+    temporary name is drawn at random, so two writers never write into one file, on any machine.
     """
     final = Path(path)
     make_folder(final.parent)
-    temporary = final.with_name(f".{final.name}.{os.getpid()}.tmp")
+    temporary = _temporary(final)
     try:
         yield temporary
         with open(temporary, "rb") as handle:
@@ -75,6 +76,46 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
     finally:
         with contextlib.suppress(OSError):
             temporary.unlink(missing_ok=True)
+
+
+def create_text(path: str | os.PathLike[str], content: str) -> bool:
+    """Write `content` to `path`, whole, unless a file of that name is there: then return False.
+
+    Of several writers at the same moment exactly one gets True. Raises UserError where it cannot write.
+    """
+    final = Path(path)
+    make_folder(final.parent)
+    temporary = _temporary(final)
+    try:
+        with open(temporary, "xb") as handle:
+            handle.write(content.encode("utf-8"))
+            handle.flush()
+            os.fsync(handle.fileno())
+        _link(temporary, final)
+        _flush_folder(final.parent)
+    except FileExistsError:
+        return False
+    except OSError as error:
+        raise os_error(final, error) from error
+    finally:
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
+    return True
+
+
+def _link(temporary: Path, final: Path) -> None:
+    """Give `temporary` the name `final` as well, which unlike a rename never replaces a file."""
+    try:
+        os.link(temporary, final)
+    except OSError as error:
+        if error.errno not in (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS):
+            raise
+        with open(final, "xb") as handle:  # a file system without links
+            handle.write(temporary.read_bytes())
+
+
+def _temporary(final: Path) -> Path:
+    return final.with_name(f".{final.name}.{secrets.token_hex(6)}.tmp")
 
 
 def _flush_folder(folder: Path) -> None:

@@ -101,3 +101,12 @@ def _clock(seconds: float) -> str:
     whole = round(max(seconds, 0))
     hours, rest = divmod(whole, 3600)
     return f"{hours}:{rest // 60:02}:{rest % 60:02}" if hours else f"{rest // 60}:{rest % 60:02}"
+
+
+def bytes_text(count: float) -> str:
+    """Return a number of bytes in the unit that people read: ``12 bytes``, ``3.0 MiB``."""
+    for unit in ("bytes", "KiB", "MiB", "GiB"):
+        if count < 1024:
+            return f"{count:,.0f} {unit}" if unit == "bytes" else f"{count:,.1f} {unit}"
+        count /= 1024
+    return f"{count:,.2f} TiB"

@@ -3,12 +3,21 @@
 import errno
 import json
 import os
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 
 from eagle_train.errors import UserError, nearest
-from eagle_train.io import load_tensors, read_json, replacing, save_tensors, sha256_json, write_json
+from eagle_train.io import (
+    create_text,
+    load_tensors,
+    read_json,
+    replacing,
+    save_tensors,
+    sha256_json,
+    write_json,
+)
 
 
 def test_replacing_leaves_the_old_file_when_the_writer_fails(tmp_path):
@@ -85,3 +94,32 @@ def test_tensor_files_are_as_readable_as_any_new_file(tmp_path):
     write_json(tmp_path / "b.json", {})
     modes = {(tmp_path / name).stat().st_mode & 0o777 for name in ("a.safetensors", "b.json")}
     assert len(modes) == 1
+
+
+def test_two_writers_of_one_file_never_meet(tmp_path):
+    with replacing(tmp_path / "a") as one, replacing(tmp_path / "a") as two:
+        assert one != two
+        one.write_text("one")
+        two.write_text("two")
+    assert (tmp_path / "a").read_text() == "one"  # closed last
+    assert os.listdir(tmp_path) == ["a"]
+
+
+def test_of_many_writers_at_once_exactly_one_creates_the_file(tmp_path):
+    with ThreadPoolExecutor(8) as pool:
+        made = list(pool.map(lambda i: create_text(tmp_path / "plan", f"{i}" * 9), range(32)))
+    assert made.count(True) == 1
+    assert (tmp_path / "plan").read_text() == f"{made.index(True)}" * 9
+    assert os.listdir(tmp_path) == ["plan"]
+
+
+@pytest.mark.parametrize("number", [errno.EPERM, errno.ENOTSUP])
+def test_a_file_system_without_links_creates_too(tmp_path, monkeypatch, number):
+    def refuse(*names):
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(os, "link", refuse)
+    assert create_text(tmp_path / "plan", "a")
+    assert not create_text(tmp_path / "plan", "b")
+    assert (tmp_path / "plan").read_text() == "a"
+    assert os.listdir(tmp_path) == ["plan"]
