@@ -26,7 +26,7 @@ def run(
     target: str = typer.Option(..., "--target", help="The target: hub id, directory or .gguf file."),
     out: Path = typer.Option(..., "--out", help="Folder for the shards; what is finished there is kept."),
     features: str = typer.Option("eagle3", "--for", help="eagle3, eagle1, medusa or all."),
-    codec: str = typer.Option("bf16", "--codec", help="How features are stored: bf16 or fp32."),
+    codec: str = typer.Option("bf16", "--codec", help="How states are stored: bf16, fp32, fp8 or int8."),
     dtype: str = typer.Option(
         "auto",
         "--dtype",
@@ -37,16 +37,22 @@ def run(
         None, "--layers", help="Layers to tap, k = the stream entering layer k; default 2, n//2, n-3."
     ),
     processes: int | None = typer.Option(
-        None, "--processes", help="Workers on this machine; default one a GPU, or one a core."
+        None,
+        "--processes",
+        help="Workers on this machine; default one a GPU, or one a core as far as memory and work allow.",
     ),
     device: str | None = typer.Option(
-        None, "--device", help="cpu or cuda; default a GPU where there is one."
+        None, "--device", help="cpu, cuda or cuda:N; default a GPU where there is one."
     ),
     device_map: str | None = typer.Option(
         None, "--device-map", help="Spread one model over all devices, for example auto; one process."
     ),
     threads: int | None = typer.Option(
-        None, "--threads", min=1, max=4096, help="Threads of a CPU worker; default 1."
+        None,
+        "--threads",
+        min=1,
+        max=4096,
+        help="Threads of a CPU worker; default 1, more where memory holds few workers.",
     ),
     batch_tokens: int | None = typer.Option(
         None,
@@ -55,7 +61,10 @@ def run(
         help="Tokens of a batch with its padding; default 4096, on a GPU 16384.",
     ),
     shard_tokens: int | None = typer.Option(
-        None, "--shard-tokens", min=1, help="Tokens of one shard; default at most 32768."
+        None,
+        "--shard-tokens",
+        min=1,
+        help="Tokens of one shard, about; default a sixteenth of all, at most 32768.",
     ),
     max_bad_rows: int | None = typer.Option(
         None, "--max-bad-rows", min=0, help="Rows with NaN features to skip before stopping; default 1 %."
@@ -63,47 +72,34 @@ def run(
     trust_remote_code: bool = typer.Option(
         False, "--trust-remote-code", help="Run code that the checkpoint brings along."
     ),
-    ignore_space: bool = typer.Option(
-        False, "--ignore-space", help="Start although the disk lacks the room."
-    ),
+    ignore_disk: bool = typer.Option(False, "--ignore-disk", help="Start although the disk lacks the room."),
     as_json: bool = typer.Option(False, "--json", help="Print the figures as JSON."),
     worker: bool = typer.Option(False, "--worker", hidden=True, help="Started by this command itself."),
 ) -> None:
     from eagle_train import distributed
-    from eagle_train.targets.extract import extract
     from eagle_train.targets.survey import parse_layers
+    from eagle_train.targets.workers import start_workers
 
-    settings: dict[str, Any] = {
-        "features": features,
-        "codec": codec,
-        "dtype": dtype,
-        "layer_ids": parse_layers(layers),
-        "batch_tokens": batch_tokens,
-        "shard_tokens": shard_tokens,
-        "threads": threads,
-        "device": device,
-        "trust_remote_code": trust_remote_code,
-    }
-    if not distributed.launched() and processes != 1 and device_map is None:
-        from eagle_train.targets.workers import start_workers
-
-        summary = start_workers(
-            rows, target, out, processes, settings, ignore_space=ignore_space, max_bad_rows=max_bad_rows
-        )
-        if summary is not None:
-            _report(summary, rows, target, as_json)
-            return
-    summary = extract(
+    summary = start_workers(
         rows,
         target,
         out,
-        **settings,
+        processes=processes,
         device_map=device_map,
-        ignore_space=ignore_space,
+        ignore_disk=ignore_disk,
         max_bad_rows=max_bad_rows,
+        features=features,
+        codec=codec,
+        dtype=dtype,
+        layer_ids=parse_layers(layers),
+        batch_tokens=batch_tokens,
+        shard_tokens=shard_tokens,
+        threads=threads,
+        device=device,
+        trust_remote_code=trust_remote_code,
         announce=not worker,
     )
-    if not worker and (summary["complete"] or distributed.is_main()):
+    if not worker and distributed.is_main():
         _report(summary, rows, target, as_json)
 
 
@@ -111,13 +107,13 @@ def _report(summary: dict[str, Any], rows: Path, target: str, as_json: bool) -> 
     if as_json:
         print(json.dumps(summary))
         return
-    if not summary["complete"]:
-        print(f"{summary['out']}: this worker's share is done; the last worker writes the manifest")
-        return
     skipped = f", {summary['skipped']} rows skipped (features not finite)" if summary["skipped"] else ""
     print(
         f"{summary['out']}: {summary['rows']:,} rows, {summary['tokens']:,} tokens, "
         f"{summary['labels']:,} supervised, {summary['shards']} shards, {summary['size']}{skipped}"
     )
+    waiting = summary.get("share_of_time_waiting_for_the_disk")
+    if summary.get("shards_done_here") and waiting is not None:
+        print(f"{waiting:.1%} of the time was spent waiting for the disk")
     recipe = summary["features"] if summary["features"] != "all" else "eagle3"
     print(f"next: eagle train {summary['out']} --recipe {recipe} --out run/")

@@ -23,7 +23,6 @@ from eagle_train.io import make_folder, write_json
 from eagle_train.recipe_files import load_recipe
 from eagle_train.targets.builtin import small_target
 from eagle_train.targets.checkpoint import computes_in_bf16
-from eagle_train.targets.extract import extract
 from eagle_train.targets.load import default_device
 from eagle_train.targets.workers import start_workers
 from eagle_train.training.loop import train
@@ -56,10 +55,7 @@ def demo(out: str | Path) -> dict[str, Any]:
         prepare([str(built_in_conversations())], target, folder / "rows")
     with _stage(seconds, "extract"):
         dtype = "bf16" if computes_in_bf16(default_device()) else "fp32"
-        settings: dict[str, Any] = {"features": "eagle3", "dtype": dtype}
-        rows, shards = folder / "rows", folder / "shards"
-        if start_workers(rows, target, shards, None, settings) is None:
-            extract(rows, target, shards, **settings)
+        start_workers(folder / "rows", target, folder / "shards", features="eagle3", dtype=dtype)
     with _stage(seconds, "train"):
         trained = train(folder / "shards", load_recipe(RECIPE), folder / "run")
     with _stage(seconds, "eval"):

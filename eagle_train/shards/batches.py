@@ -46,15 +46,10 @@ class PackedBatch:
     label0: Tensor  # [C] int64, index into label_* of position t+1, the label of step 0
     label_last: Tensor  # [M, H], last hidden state (after the final norm) at label positions
     label_argmax: Tensor  # [M] int64, most likely token over the whole target vocabulary
-    label_lse: Tensor  # [M] float32, log-sum-exp of the target's logits over the whole vocabulary
 
     @property
     def num_tokens(self) -> int:
         return len(self.input_ids)
-
-    @property
-    def num_documents(self) -> int:
-        return len(self.row_starts) - 1
 
     def to(self, device: torch.device | str) -> PackedBatch:
         """Return the same batch on `device`; copies from pinned memory do not wait."""
@@ -98,7 +93,6 @@ def pack(documents: Sequence[ShardRow], kind: str) -> PackedBatch:
         label0=_cat_int(label0),
         label_last=torch.cat([document.label_last for document in documents]),
         label_argmax=torch.cat([document.label_argmax for document in documents]).long(),
-        label_lse=torch.cat([document.label_lse for document in documents]).float(),
     )
 
 
@@ -119,7 +113,6 @@ def idle(like: PackedBatch) -> PackedBatch:
         label0=none.clone(),
         label_last=like.label_last[:0],
         label_argmax=none.clone(),
-        label_lse=like.label_lse[:0],
     )
 
 

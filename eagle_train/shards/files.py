@@ -28,6 +28,7 @@ _DTYPES = {
     "I8": torch.int8,
     "U8": torch.uint8,
 }
+DTYPE_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 _MEND = "run the same eagle extract again: it makes this shard anew"
 
 

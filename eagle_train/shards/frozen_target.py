@@ -22,6 +22,14 @@ from eagle_train.io import load_tensors, read_json, save_tensors, write_json
 TENSORS = "target.safetensors"
 RECORD = "target.json"
 FORMAT_VERSION = 1
+_FIELDS: dict[str, tuple[type, ...]] = {
+    "tied": (bool,),
+    "logit_scale": (float, int),
+    "softcap": (float, int, type(None)),
+    "target": (dict,),
+    "config": (dict,),
+}
+_WORDS: dict[type, str] = {bool: "true or false", float: "a number", dict: "an object"}
 
 
 @dataclass(frozen=True)
@@ -125,6 +133,12 @@ class FrozenTarget:
                 f"{folder / RECORD}: format version {record.get('format_version')}, wanted {FORMAT_VERSION}; "
                 "it was written by another version of eagle"
             )
+        for name, kinds in _FIELDS.items():
+            if name not in record or not isinstance(record[name], kinds):
+                raise UserError(
+                    f"{folder / RECORD}: {name}: got {record.get(name, 'nothing')!r}, wanted "
+                    f"{_WORDS[kinds[0]]}; run the same eagle extract again"
+                )
         tensors, _ = load_tensors(folder / TENSORS)
         wanted = {"embedding"} if record["tied"] else {"embedding", "lm_head"}
         if absent := sorted(wanted - set(tensors)):

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import ceil, prod
+from math import ceil
 from typing import Any
 
 import numpy as np
 
 from eagle_train.errors import UserError
 from eagle_train.io import sha256_json
-from eagle_train.shards.schema import Plan, PlannedShard, Setting, tensor_shapes
+from eagle_train.shards.schema import Plan, PlannedShard, Setting, tensor_bytes, tensor_shapes
 
 Span = tuple[int, int]
 
@@ -115,6 +115,5 @@ def make_plan(table: RowTable, setting: Setting) -> Plan:
         tokens, positions = int(table.lengths[rows].sum()), int(labels[rows].sum())
         num_spans = sum(len(table.spans[row]) for row in rows)
         shapes = tensor_shapes(setting, len(rows), num_spans, tokens, positions)
-        size = sum(dtype.itemsize * prod(shape) for dtype, shape in shapes.values())
-        shards.append(PlannedShard(mine, tokens, positions, size))
+        shards.append(PlannedShard(mine, tokens, positions, tensor_bytes(shapes)))
     return Plan(setting, len(table), tuple(shards))

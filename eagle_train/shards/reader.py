@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections import OrderedDict
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -15,13 +17,17 @@ import torch
 from torch import Tensor
 
 from eagle_train.errors import UserError
-from eagle_train.io import load_tensors, read_json
+from eagle_train.io import load_tensors, sha256_file
+from eagle_train.shards import frozen_target
+from eagle_train.shards.codecs import decode
 from eagle_train.shards.files import open_shard
 from eagle_train.shards.frozen_target import FrozenTarget
+from eagle_train.shards.manifest import read_manifest
 from eagle_train.shards.plan import Span, label_positions, num_labels
-from eagle_train.shards.schema import INDEX, MANIFEST, PLAN, holds_all_last, refuse_version
+from eagle_train.shards.schema import INDEX, MANIFEST, holds_all_last
 
 _MOST_OPEN = 256  # mapped shards; each holds a file descriptor
+_INDEX_TENSORS = {"shard", "slot", "lengths", "span_starts", "spans", "row_ids", "conversation_ids"}
 
 
 @dataclass(frozen=True)
@@ -38,17 +44,37 @@ class ShardRow:
 
 
 class Shards:
-    """A finished shard directory. Rows are numbered 0..num_rows-1, in the order they were prepared."""
+    """A finished shard directory. Rows are numbered 0..num_rows-1, in the order they were prepared.
 
-    def __init__(self, folder: Path, info: dict[str, Any], index: dict[str, Tensor]) -> None:
+    A shard is compared with its checksums before it is first used, by process ``number % world``: let
+    every process call `verify_rows` on the rows that all of them together are about to read.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        info: dict[str, Any],
+        index: dict[str, Tensor],
+        *,
+        rank: int = 0,
+        world: int = 1,
+        dtype: torch.dtype | None = None,
+    ) -> None:
         self.folder = folder
         self.info = info
+        self.rank, self.world, self.dtype = rank, world, dtype
         self._index = index
         self._open: OrderedDict[int, dict[str, Tensor]] = OrderedDict()
         self._verified: set[int] = set()
+        self._lock = threading.RLock()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_open": OrderedDict()}  # maps are opened anew in each process
+        state = {**self.__dict__, "_open": OrderedDict()}  # maps are opened anew in each process
+        del state["_lock"]
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state, _lock=threading.RLock())
 
     def __len__(self) -> int:
         return self.num_rows
@@ -83,16 +109,26 @@ class Shards:
     @cached_property
     def supervised_frequencies(self) -> dict[int, int]:
         """How often each token id is supervised."""
-        return {int(token): int(count) for token, count in self.info["supervised_frequencies"].items()}
+        try:
+            return {int(token): int(count) for token, count in self.info["supervised_frequencies"].items()}
+        except (TypeError, ValueError) as error:
+            raise UserError(
+                f"{self.folder / MANIFEST}: supervised_frequencies: {error}; run the same eagle extract again"
+            ) from error
 
     def frozen_target(self) -> FrozenTarget:
-        """Load the target's embedding and output map."""
-        return FrozenTarget.load(self.folder)
+        """Load the target's embedding and output map.
+
+        Raises UserError when they are damaged or belong to other weights than the features.
+        """
+        return load_frozen(
+            self.folder, self.info["target"].get("fingerprint"), self.info.get("target_checksum")
+        )
 
     def read(self, row: int) -> ShardRow:
-        """Return one row; its tensors are views into mapped memory, in the codec's dtype.
+        """Return one row: views into mapped memory in the codec's dtype, 8-bit codecs decoded.
 
-        Raises UserError naming the shard when it is missing or cut.
+        Raises UserError naming the shard when it is missing, cut or damaged.
         """
         if not 0 <= row < self.num_rows:
             raise IndexError(f"row {row} of {self.num_rows}")
@@ -105,47 +141,79 @@ class Shards:
         assert int(span_starts[slot + 1] - span_starts[slot]) == len(spans)
         labels = slice(label_first, label_first + num_labels(spans))
         if holds_all_last(self.info["features"]):
-            last_all = tensors["last"][first:end]
+            last_all = self._states(tensors, "last", slice(first, end))
             label_last = _gathered(last_all, spans)
         else:
-            last_all, label_last = None, tensors["last"][labels]
+            last_all, label_last = None, self._states(tensors, "last", labels)
         return ShardRow(
             input_ids=tensors["input_ids"][first:end].long(),
             spans=spans,
-            aux=tensors["aux"][first:end] if "aux" in tensors else None,
+            aux=self._states(tensors, "aux", slice(first, end)) if "aux" in tensors else None,
             last_all=last_all,
             label_last=label_last,
             label_argmax=tensors["label_argmax"][labels].long(),
             label_lse=tensors["label_lse"][labels],
         )
 
+    def _states(self, tensors: dict[str, Tensor], name: str, where: slice) -> Tensor:
+        scale = tensors.get(f"{name}_scale")
+        return decode(tensors[name][where], None if scale is None else scale[where], self.dtype)
+
+    def verify_rows(self, rows: Sequence[int]) -> None:
+        """Verify this process's share of the shards in which `rows` lie; each shard is read once."""
+        for number in self._index["shard"][list(rows)].unique().tolist():
+            if number % self.world == self.rank:
+                self._tensors(number)
+
     def _tensors(self, number: int) -> dict[str, Tensor]:
-        if number in self._open:
+        with self._lock:  # readers in several threads
+            if number not in self._open:
+                self._open[number] = self._map(number)
+                if len(self._open) > _MOST_OPEN:
+                    self._open.popitem(last=False)
             self._open.move_to_end(number)
             return self._open[number]
+
+    def _map(self, number: int) -> dict[str, Tensor]:
         entry = self.info["shards"][number]
         shard = open_shard(self.folder / entry["file"])
-        if shard.header.get("plan") != self.info["plan"] or shard.size != entry["bytes"]:
+        plan = entry.get("plan", self.info["plan"])
+        if shard.header.get("plan") != plan or shard.size != entry["bytes"]:
             raise UserError(
                 f"{shard.path}: not the shard that {MANIFEST} lists ({shard.size:,} bytes, wanted "
                 f"{entry['bytes']:,}); run the same eagle extract again: it makes this shard anew"
             )
-        if number not in self._verified:  # read once before it is used
+        if number % self.world == self.rank and number not in self._verified:
             shard.verify()
             self._verified.add(number)
         tensors = shard.map()
         lengths = tensors["spans"][:, 1] - tensors["spans"][:, 0] + 1
         running = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
         tensors["label_starts"] = running[tensors["span_starts"]]
-        self._open[number] = tensors
-        if len(self._open) > _MOST_OPEN:
-            self._open.popitem(last=False)
         return tensors
 
     def verify(self) -> None:
         """Read every shard and compare its checksums; raise UserError naming the first damaged one."""
         for entry in self.info["shards"]:
             open_shard(self.folder / entry["file"]).verify()
+
+
+def load_frozen(folder: Path, fingerprint: str | None, checksum: str | None) -> FrozenTarget:
+    """Load the frozen target of `folder`, whose features come from weights of this `fingerprint`.
+
+    `checksum` is the SHA-256 of its tensors' file, None where it is not known. Raises UserError when the
+    files are missing, damaged or of other weights.
+    """
+    file, mend = folder / frozen_target.TENSORS, "run the same eagle extract again"
+    if checksum is not None and file.is_file() and sha256_file(file) != checksum:
+        raise UserError(f"{file}: not the file that {MANIFEST} lists (checksum differs); {mend}")
+    frozen = FrozenTarget.load(folder)
+    if frozen.target.get("fingerprint") != fingerprint:
+        raise UserError(
+            f"{folder / frozen_target.RECORD}: of target weights {frozen.target.get('fingerprint')}, the "
+            f"features are of {fingerprint}; {mend}"
+        )
+    return frozen
 
 
 def _gathered(last: Tensor, spans: list[Span]) -> Tensor:
@@ -158,21 +226,22 @@ def _texts(encoded: Tensor) -> list[str]:
     return json.loads(encoded.numpy().tobytes())
 
 
-def open_shards(folder: str | Path) -> Shards:
-    """Open a finished shard directory; raise UserError when it is not there, or not finished."""
+def open_shards(
+    folder: str | Path, *, rank: int = 0, world: int = 1, dtype: torch.dtype | None = None
+) -> Shards:
+    """Open a finished shard directory; raise UserError when it is not there, or not finished.
+
+    `rank` of `world` processes shares the verification with the others. `dtype` is what 8-bit states are
+    decoded to, float32 when None.
+    """
     folder = Path(folder)
-    if not folder.is_dir():
-        raise UserError(
-            f"{folder}: no such folder; make it with eagle extract ROWS --target T --out {folder}"
-        )
-    if not (folder / MANIFEST).is_file():
-        state = (
-            "extraction is not finished; run the same eagle extract again, it goes on"
-            if (folder / PLAN).is_file()
-            else "not a folder of shards; wanted the --out of eagle extract"
-        )
-        raise UserError(f"{folder / MANIFEST}: not found; {state}")
-    info = read_json(folder / MANIFEST, "run the same eagle extract again")
-    refuse_version(folder / MANIFEST, info)
+    info = read_manifest(folder)
     index, _ = load_tensors(folder / INDEX)
-    return Shards(folder, info, index)
+    if absent := _INDEX_TENSORS - set(index):
+        raise UserError(f"{folder / INDEX}: lacks {min(absent)}; run the same eagle extract again")
+    if len(index["lengths"]) != info["num_rows"]:
+        raise UserError(
+            f"{folder / INDEX}: holds {len(index['lengths'])} rows, {MANIFEST} says {info['num_rows']}; "
+            "run the same eagle extract again"
+        )
+    return Shards(folder, info, index, rank=rank, world=world, dtype=dtype)

@@ -22,7 +22,6 @@ class Window:
     epoch: int
     rows: tuple[int, ...]
     tokens: int
-    last_of_epoch: bool
 
 
 @dataclass(frozen=True)
@@ -55,7 +54,7 @@ class Plan:
             windows = self.epoch(epoch)
             for i in range(max(0, start - first), len(windows)):
                 rows, tokens = windows[i]
-                yield Window(first + i, epoch, rows, tokens, i == len(windows) - 1)
+                yield Window(first + i, epoch, rows, tokens)
             first += len(windows)
 
     def num_steps(self, epochs: int | None, steps: int | None, tokens: int | None) -> int | None:

@@ -11,6 +11,7 @@ Tensors of a shard:
     input_ids int32 [N]; loss_mask uint8 [N]; rows int64 [R] (numbers in the prepared rows);
     row_starts int64 [R+1]; spans int64 [S, 2], [first, last] within their row; span_starts int64 [R+1];
     aux [N, len(layer_ids) * H] (eagle3, all); last [M, H] (eagle3, medusa) or [N, H] (eagle1, all);
+    aux_scale float32 [N, len(layer_ids)], last_scale float32 [M or N, 1] (8-bit codecs, codecs.py);
     label_argmax int32 [M]; label_lse float32 [M].
 
 Its header (safetensors metadata, one key, JSON): the plan's identity, the shard's number, row and
@@ -23,13 +24,15 @@ import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from functools import cached_property
+from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, get_origin, get_type_hints
 
 import torch
 
 from eagle_train.errors import UserError, nearest
-from eagle_train.io import read_json, sha256_json, write_text
+from eagle_train.io import create_text, read_json, sha256_json
+from eagle_train.shards.codecs import CODECS
 
 FORMAT_VERSION = 1
 PLAN = "plan.json"
@@ -38,7 +41,6 @@ INDEX = "index.safetensors"
 HEADER_KEY = "eagle"
 
 FEATURES = ("eagle3", "eagle1", "medusa", "all")
-CODECS = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
 def shard_name(number: int) -> str:
@@ -53,13 +55,6 @@ def check_features(features: str) -> str:
     return features
 
 
-def check_codec(codec: str) -> str:
-    """Return `codec`; raise UserError for an unknown one."""
-    if codec not in CODECS:
-        raise UserError(f"--codec {codec}: wanted one of {', '.join(CODECS)}{nearest(codec, CODECS)}")
-    return codec
-
-
 def holds_aux(features: str) -> bool:
     """True when shards of this kind hold the residual streams of the chosen layers."""
     return features in ("eagle3", "all")
@@ -70,11 +65,17 @@ def holds_all_last(features: str) -> bool:
     return features in ("eagle1", "all")
 
 
+def holds_feature_of(kind: str, features: str) -> bool:
+    """True when shards of these `features` hold what a head of `kind` (eagle1 or eagle3) reads."""
+    return holds_aux(features) if kind == "eagle3" else holds_all_last(features)
+
+
 def tensor_shapes(
     setting: Setting, num_rows: int, num_spans: int, num_tokens: int, num_labels: int
 ) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
     """Return dtype and shape of every tensor of a shard of these counts."""
-    dtype, hidden = CODECS[setting.codec], setting.hidden_size
+    codec, hidden, layers = CODECS[setting.codec], setting.hidden_size, len(setting.layer_ids)
+    num_last = num_tokens if holds_all_last(setting.features) else num_labels
     shapes: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {
         "input_ids": (torch.int32, (num_tokens,)),
         "loss_mask": (torch.uint8, (num_tokens,)),
@@ -82,13 +83,22 @@ def tensor_shapes(
         "row_starts": (torch.int64, (num_rows + 1,)),
         "spans": (torch.int64, (num_spans, 2)),
         "span_starts": (torch.int64, (num_rows + 1,)),
-        "last": (dtype, (num_tokens if holds_all_last(setting.features) else num_labels, hidden)),
+        "last": (codec.dtype, (num_last, hidden)),
         "label_argmax": (torch.int32, (num_labels,)),
         "label_lse": (torch.float32, (num_labels,)),
     }
+    if codec.scaled:
+        shapes["last_scale"] = (torch.float32, (num_last, 1))
     if holds_aux(setting.features):
-        shapes["aux"] = (dtype, (num_tokens, len(setting.layer_ids) * hidden))
+        shapes["aux"] = (codec.dtype, (num_tokens, layers * hidden))
+        if codec.scaled:
+            shapes["aux_scale"] = (torch.float32, (num_tokens, layers))
     return shapes
+
+
+def tensor_bytes(shapes: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]) -> int:
+    """Return the bytes of tensors of these dtypes and shapes."""
+    return sum(dtype.itemsize * prod(shape) for dtype, shape in shapes.values())
 
 
 @dataclass(frozen=True)
@@ -196,12 +206,12 @@ class Plan:
             ],
         }
 
-    def save(self, folder: Path) -> None:
-        """Write ``plan.json``: settings readable, one line a shard."""
+    def create(self, folder: Path) -> bool:
+        """Write ``plan.json``, one line a shard; return False where there is one already."""
         record = self.to_json()
         shards = ",\n".join("    " + json.dumps(shard, separators=(",", ":")) for shard in record["shards"])
         head = json.dumps({**record, "shards": []}, indent=2).removesuffix("[]\n}")
-        write_text(folder / PLAN, f"{head}[\n{shards}\n  ]\n}}\n")
+        return create_text(folder / PLAN, f"{head}[\n{shards}\n  ]\n}}\n")
 
     @classmethod
     def load(cls, folder: Path) -> Plan:
@@ -209,22 +219,37 @@ class Plan:
         record = read_json(folder / PLAN, "run eagle extract")
         refuse_version(folder / PLAN, record)
         try:
-            setting = dict(record["setting"])
-            setting["layer_ids"] = tuple(setting["layer_ids"])
-            shards = tuple(
-                PlannedShard(
-                    tuple(tuple(batch) for batch in shard["batches"]),
-                    shard["tokens"],
-                    shard["labels"],
-                    shard["bytes"],
-                )
-                for shard in record["shards"]
-            )
-            return cls(Setting(**setting), record["num_rows"], shards)
-        except (KeyError, TypeError) as error:
+            shards = tuple(_planned(shard) for shard in record["shards"])
+            plan = cls(_setting(record["setting"]), record["num_rows"], shards)
+            if sorted(row for shard in shards for row in shard.rows) != list(range(plan.num_rows)):
+                raise ValueError("its batches do not hold every row once")
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            fault = f"{error} is missing" if isinstance(error, KeyError) else str(error)
             raise UserError(
-                f"{folder / PLAN}: damaged ({error}); delete the folder to start again"
+                f"{folder / PLAN}: damaged or edited ({fault}); delete the folder to start again"
             ) from error
+        return plan
+
+
+def _setting(record: dict[str, Any]) -> Setting:
+    setting = Setting(**{**record, "layer_ids": tuple(map(_whole, record["layer_ids"]))})
+    for name, hint in get_type_hints(Setting).items():
+        if type(value := getattr(setting, name)) is not (get_origin(hint) or hint):
+            raise TypeError(f"{name}: {value!r}")
+    if absent := {"name", "revision", "fingerprint", "dtype"} - set(setting.target):
+        raise KeyError(f"target {min(absent)}")
+    return setting
+
+
+def _planned(record: dict[str, Any]) -> PlannedShard:
+    batches = tuple(tuple(map(_whole, batch)) for batch in record["batches"])
+    return PlannedShard(batches, *(_whole(record[name]) for name in ("tokens", "labels", "bytes")))
+
+
+def _whole(value: Any) -> int:
+    if type(value) is not int or value < 0:
+        raise TypeError(f"{value!r}, wanted a whole number")
+    return value
 
 
 def refuse_version(file: Path, record: Mapping[str, Any]) -> None:

@@ -1,9 +1,10 @@
-"""Filling one shard in memory and writing it, whole or not at all; closing a finished directory."""
+"""Filling one shard in memory and writing it, whole or not at all."""
 
 from __future__ import annotations
 
-import functools
 import json
+from collections.abc import Sequence
+from math import ceil
 from pathlib import Path
 from typing import Any
 
@@ -12,20 +13,21 @@ import torch
 from torch import Tensor
 
 from eagle_train.errors import UserError
-from eagle_train.io import save_tensors, sha256_bytes, write_json
-from eagle_train.provenance import tool_version
-from eagle_train.shards.files import ShardFile, checksum, open_shard
+from eagle_train.io import save_tensors
+from eagle_train.shards.codecs import CODECS, encode
+from eagle_train.shards.files import DTYPE_NAMES, ShardFile, checksum, open_shard
+from eagle_train.shards.manifest import described
 from eagle_train.shards.plan import RowTable, num_labels
 from eagle_train.shards.schema import (
     FORMAT_VERSION,
     HEADER_KEY,
-    INDEX,
-    MANIFEST,
     Plan,
-    Setting,
     shard_name,
+    tensor_bytes,
     tensor_shapes,
 )
+
+_FROM_THE_TABLE = ("rows", "row_starts", "span_starts", "spans", "loss_mask")
 
 
 class ShardBuffer:
@@ -42,7 +44,9 @@ class ShardBuffer:
         shapes = tensor_shapes(plan.setting, len(self.rows), num_spans, shard.tokens, shard.labels)
         pin = plan.setting.device == "cuda" and torch.cuda.is_available()
         self.tensors = {
-            name: torch.empty(shape, dtype=dtype, pin_memory=pin) for name, (dtype, shape) in shapes.items()
+            name: torch.empty(shape, dtype=dtype, pin_memory=pin)
+            for name, (dtype, shape) in shapes.items()
+            if name not in _FROM_THE_TABLE
         }
         self.witness = torch.empty(shard.tokens, dtype=torch.float32, pin_memory=pin)
         self._at = {"token": 0, "label": 0}
@@ -56,21 +60,30 @@ class ShardBuffer:
         label_lse: Tensor,
         witness: Tensor,
     ) -> None:
-        """Append one batch, flat: input_ids [n], aux [n, 3H], last [n, H] or [m, H], labels [m].
+        """Encode and append one batch, flat: input_ids [n], aux [n, 3H], last [n, H] or [m, H], labels [m].
 
         `witness` float32 [n] is finite exactly where all features of a token are.
         """
         token, label = self._at["token"], self._at["label"]
         tokens, labels = slice(token, token + len(input_ids)), slice(label, label + len(label_argmax))
-        self.tensors["input_ids"][tokens].copy_(input_ids, non_blocking=True)
+        self._copy("input_ids", tokens, input_ids)
         self.witness[tokens].copy_(witness, non_blocking=True)
         if aux is not None:
-            self.tensors["aux"][tokens].copy_(aux, non_blocking=True)
+            self._encode("aux", tokens, aux, len(self.plan.setting.layer_ids))
         per_token = len(self.tensors["last"]) == len(self.witness)
-        self.tensors["last"][tokens if per_token else labels].copy_(last, non_blocking=True)
-        self.tensors["label_argmax"][labels].copy_(label_argmax, non_blocking=True)
-        self.tensors["label_lse"][labels].copy_(label_lse, non_blocking=True)
+        self._encode("last", tokens if per_token else labels, last, 1)
+        self._copy("label_argmax", labels, label_argmax)
+        self._copy("label_lse", labels, label_lse)
         self._at = {"token": tokens.stop, "label": labels.stop}
+
+    def _encode(self, name: str, where: slice, states: Tensor, groups: int) -> None:
+        values, scale = encode(CODECS[self.plan.setting.codec], states, groups)
+        self._copy(name, where, values)
+        if scale is not None:
+            self._copy(f"{name}_scale", where, scale)
+
+    def _copy(self, name: str, where: slice, values: Tensor) -> None:
+        self.tensors[name][where].copy_(values, non_blocking=True)
 
     def bad_rows(self) -> list[int]:
         """Return the rows with a feature that is not finite."""
@@ -97,18 +110,8 @@ class ShardBuffer:
             self._drop(bad)
         rows = [row for row in self.rows if row not in bad]
         tensors = {**self.tensors, **_ragged(self.table, rows)}
-        header = {
-            "format_version": FORMAT_VERSION,
-            "plan": self.plan.identity,
-            "shard": self.number,
-            **_described(self.plan.setting),
-            "tokens": len(tensors["input_ids"]),
-            "labels": len(tensors["label_argmax"]),
-            "row_ids": [self.table.row_ids[row] for row in rows],
-            "conversation_ids": [self.table.conversation_ids[row] for row in rows],
-            "skipped": [_skipped(self.table, row) for row in sorted(bad)],
-            "checksums": {name: checksum(tensor) for name, tensor in sorted(tensors.items())},
-        }
+        checksums = {name: checksum(tensor) for name, tensor in sorted(tensors.items())}
+        header = shard_header(self.plan, self.number, self.table, sorted(bad), checksums)
         save_tensors(folder / shard_name(self.number), tensors, {HEADER_KEY: json.dumps(header)})
         return len(bad)
 
@@ -118,11 +121,48 @@ class ShardBuffer:
         good = np.array([row not in bad for row in self.rows])
         keep_tokens = torch.from_numpy(np.repeat(good, lengths))
         keep_labels = torch.from_numpy(np.repeat(good, labels))
-        for name in ("input_ids", "aux", "last", "label_argmax", "label_lse"):
-            tensor = self.tensors.get(name)
-            if tensor is not None:
-                per_token = len(tensor) == len(keep_tokens)
-                self.tensors[name] = tensor[keep_tokens if per_token else keep_labels]
+        for name, tensor in self.tensors.items():
+            keep = keep_tokens if len(tensor) == len(keep_tokens) else keep_labels
+            flat = tensor.reshape(len(tensor), -1).view(torch.uint8)  # 8-bit floats cannot be indexed
+            self.tensors[name] = flat[keep].view(tensor.dtype).reshape(-1, *tensor.shape[1:])
+
+
+def shard_header(
+    plan: Plan, number: int, table: RowTable, bad: Sequence[int], checksums: dict[str, str]
+) -> dict[str, Any]:
+    """Return what the shard's header says: all of its rows but the `bad` ones, which it lists."""
+    shard = plan.shards[number]
+    rows = [row for row in shard.rows if row not in bad]
+    labels = sum(num_labels(table.spans[row]) for row in rows)
+    return {
+        "format_version": FORMAT_VERSION,
+        "plan": plan.identity,
+        "shard": number,
+        **described(plan.setting),
+        "tokens": int(table.lengths[rows].sum()),
+        "labels": labels,
+        "row_ids": [table.row_ids[row] for row in rows],
+        "conversation_ids": [table.conversation_ids[row] for row in rows],
+        "skipped": [_skipped(table, row) for row in bad],
+        "checksums": checksums,
+    }
+
+
+def file_size(plan: Plan, number: int, table: RowTable) -> int:
+    """Return the bytes that shard `number` takes as a file, when no row of it is bad."""
+    shard = plan.shards[number]
+    num_spans = sum(len(table.spans[row]) for row in shard.rows)
+    shapes = tensor_shapes(plan.setting, len(shard.rows), num_spans, shard.tokens, shard.labels)
+    checksums = dict.fromkeys(shapes, "0" * 64)
+    header = shard_header(plan, number, table, [], checksums)
+    entries: dict[str, Any] = {"__metadata__": {HEADER_KEY: json.dumps(header)}}
+    at = 0
+    for name, (dtype, shape) in shapes.items():
+        size = tensor_bytes({name: (dtype, shape)})
+        entries[name] = {"dtype": DTYPE_NAMES[dtype], "shape": shape, "data_offsets": [at, at + size]}
+        at += size
+    text = json.dumps(entries, separators=(",", ":"))
+    return 8 + ceil(len(text) / 8) * 8 + at
 
 
 def _ragged(table: RowTable, rows: list[int]) -> dict[str, Tensor]:
@@ -149,97 +189,24 @@ def _skipped(table: RowTable, row: int) -> dict[str, Any]:
     return {"row": row, "row_id": table.row_ids[row], "reason": "features not finite"}
 
 
-def _described(setting: Setting) -> dict[str, Any]:
-    """What a reader wants to know of the setting, in shards and manifest alike."""
-    return {
-        "features": setting.features,
-        "layer_ids": list(setting.layer_ids),
-        "codec": setting.codec,
-        "hidden_size": setting.hidden_size,
-        "vocab_size": setting.vocab_size,
-        "num_layers": setting.num_layers,
-        "target": setting.target,
-        "rows_fingerprint": setting.rows_fingerprint,
-        "tokenizer_fingerprint": setting.tokenizer_fingerprint,
-    }
-
-
 def finished_shard(folder: Path, plan: Plan, number: int) -> ShardFile | None:
-    """Return shard `number` when it lies there whole and belongs to `plan`, else None."""
-    if not (folder / shard_name(number)).is_file():
-        return None
+    """Return shard `number` when it lies there uncut and belongs to `plan`, else None.
+
+    Only the header is read; `ShardFile.verify` compares the contents.
+    """
     try:
         shard = open_shard(folder / shard_name(number))
-        if shard.header.get("plan") != plan.identity:
-            return None
-        _verify_once(shard.path, shard.path.stat().st_mtime_ns, shard.size)
     except UserError:
         return None
+    return shard if shard.header.get("plan") == plan.identity else None
+
+
+def verified_shard(folder: Path, plan: Plan, number: int) -> ShardFile | None:
+    """Return shard `number` when it lies there and every byte of it is as it was written, else None."""
+    shard = finished_shard(folder, plan, number)
+    if shard is not None:
+        try:
+            shard.verify()
+        except UserError:
+            return None
     return shard
-
-
-@functools.cache
-def _verify_once(path: Path, changed: int, size: int) -> None:
-    """Compare a shard's checksums, once for each state of the file; raise UserError where damaged."""
-    open_shard(path).verify()
-
-
-def close_directory(folder: Path, plan: Plan, rows_info: dict[str, Any]) -> dict[str, Any]:
-    """Write the index and then the manifest over finished shards; return the manifest.
-
-    Any worker may do it, more than one too: the content depends on the shards alone. Raises UserError
-    when a shard is missing.
-    """
-    shards = [open_shard(folder / shard_name(number)) for number in range(len(plan.shards))]
-    save_tensors(folder / INDEX, _index(shards))
-    manifest = {
-        "format_version": FORMAT_VERSION,
-        "plan": plan.identity,
-        **_described(plan.setting),
-        "device": plan.setting.device,
-        "threads": plan.setting.threads,
-        "num_rows": sum(len(shard.header["row_ids"]) for shard in shards),
-        "tokens": sum(shard.header["tokens"] for shard in shards),
-        "labels": sum(shard.header["labels"] for shard in shards),
-        "skipped": [row for shard in shards for row in shard.header["skipped"]],
-        "tool_version": tool_version(),
-        "shards": [
-            {
-                "file": shard.path.name,
-                "bytes": shard.size,
-                "rows": len(shard.header["row_ids"]),
-                "tokens": shard.header["tokens"],
-                "labels": shard.header["labels"],
-                "checksum": sha256_bytes(json.dumps(shard.header["checksums"]).encode()),
-            }
-            for shard in shards
-        ],
-        "supervised_frequencies": rows_info.get("supervised_frequencies", {}),
-    }
-    write_json(folder / MANIFEST, manifest)
-    return manifest
-
-
-def _index(shards: list[ShardFile]) -> dict[str, Tensor]:
-    """Return, for all rows in the order of the prepared rows: shard, slot, length, spans and ids."""
-    mapped = [shard.map() for shard in shards]
-    rows = torch.cat([tensors["rows"] for tensors in mapped])
-    order = torch.argsort(rows)
-    lengths = torch.cat([tensors["row_starts"].diff() for tensors in mapped])[order]
-    counts = torch.cat([tensors["span_starts"].diff() for tensors in mapped])
-    pieces = torch.cat([tensors["spans"] for tensors in mapped]).split(counts.tolist())
-    spans = [pieces[i] for i in order.tolist()]
-    zero = torch.zeros(1, dtype=torch.int64)
-    tensors = {
-        "rows": rows[order],
-        "shard": torch.cat([torch.full((len(t["rows"]),), i) for i, t in enumerate(mapped)])[order],
-        "slot": torch.cat([torch.arange(len(t["rows"])) for t in mapped])[order],
-        "lengths": lengths,
-        "span_starts": torch.cat([zero, counts[order].cumsum(0)]),
-        "spans": torch.cat(spans) if spans else torch.zeros((0, 2), dtype=torch.int64),
-    }
-    for name in ("row_ids", "conversation_ids"):
-        texts = [text for shard in shards for text in shard.header[name]]
-        body = json.dumps([texts[i] for i in order.tolist()], ensure_ascii=False).encode()
-        tensors[name] = torch.frombuffer(bytearray(body), dtype=torch.uint8)
-    return tensors

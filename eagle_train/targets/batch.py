@@ -12,7 +12,7 @@ from torch import Tensor
 
 from eagle_train.errors import UserError
 from eagle_train.shards.plan import RowTable, label_positions
-from eagle_train.shards.schema import CODECS, Setting, holds_all_last
+from eagle_train.shards.schema import Setting, holds_all_last
 from eagle_train.shards.writer import ShardBuffer
 from eagle_train.targets.capture import FeatureTap
 from eagle_train.targets.labels import labels
@@ -84,14 +84,13 @@ def store_batch(
     tap: FeatureTap, batch: RowBatch, features: BatchFeatures, buffer: ShardBuffer, setting: Setting
 ) -> None:
     """Label the batch and append it to the shard, encoded."""
-    dtype = CODECS[setting.codec]
     with torch.no_grad():
         argmax, lse = labels(tap.target, features.label_last)
     kept = features.last if holds_all_last(setting.features) else features.label_last
     buffer.put(
         input_ids=batch.padded.flatten()[batch.real].to(torch.int32),
-        aux=None if features.aux is None else features.aux.to(dtype),
-        last=kept.to(dtype),
+        aux=features.aux,
+        last=kept,
         label_argmax=argmax.to(torch.int32),
         label_lse=lse,
         witness=features.witness,

@@ -7,16 +7,17 @@ would otherwise show only as a head that never learns.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from math import sqrt
 
 import torch
 from torch import Tensor
 
 from eagle_train.errors import UserError
+from eagle_train.shards.codecs import CODECS, decode, encode, rounding
 from eagle_train.shards.frozen_target import FrozenTarget
 from eagle_train.shards.plan import RowTable
-from eagle_train.shards.schema import CODECS, Setting
+from eagle_train.shards.schema import Setting
 from eagle_train.targets.batch import BatchFeatures, RowBatch
 from eagle_train.targets.capture import FeatureTap
 from eagle_train.targets.load import Target
@@ -47,13 +48,25 @@ def check_start(
         )
     _check_layers(tap, batch.padded[:1, : min(_PIECE, batch.lengths[0])])
     frozen = target.frozen()
-    stored = features.label_last.to(CODECS[setting.codec])
-    rebuilt_from = stored.to(frozen.device)
+    stored, moved = (tensor.to(frozen.device) for tensor in _stored(features.label_last, setting))
     compared = 0
     for where, own in _own_logits(target, batch):
         use = good[batch.label_at[where].to(good.device)].to(own.device)
-        compared += _compare(frozen, rebuilt_from[where], own, use, where, batch, table, setting)
+        compared += _compare(frozen, stored[where], moved[where], own, use, where, batch, table)
     return compared
+
+
+def _stored(states: Tensor, setting: Setting) -> tuple[Tensor, Tensor]:
+    """Return states [m, H] as they read back from a shard, and the most that each value has moved."""
+    codec = CODECS[setting.codec]
+    values, scale = encode(codec, states, 1)
+    stored = decode(values, scale)
+    if codec.dtype == states.dtype:
+        return stored, torch.zeros_like(stored, dtype=torch.float32)
+    moved = rounding(codec, stored, scale)
+    if codec.scaled:  # and rounded once more, to what the output map reads
+        moved = moved + torch.finfo(states.dtype).eps / 2 * stored.abs()
+    return stored, moved
 
 
 def _check_layers(tap: FeatureTap, piece: Tensor) -> None:
@@ -79,8 +92,8 @@ def _check_layers(tap: FeatureTap, piece: Tensor) -> None:
             )
 
 
-def _own_logits(target: Target, batch: RowBatch) -> list[tuple[Tensor, Tensor]]:
-    """Return pieces of (which of the m labels, the model's own logits there [k, V]) from full forwards."""
+def _own_logits(target: Target, batch: RowBatch) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield pieces of (which of the m labels, the model's own logits there [k, V]) from full forwards."""
     ends = torch.tensor(batch.lengths, device=batch.padded.device).cumsum(0)
     label_row = torch.searchsorted(ends, batch.label_at, right=True)  # (m,) in 0..B-1
     starts = ends - torch.tensor(batch.lengths, device=ends.device)
@@ -88,7 +101,6 @@ def _own_logits(target: Target, batch: RowBatch) -> list[tuple[Tensor, Tensor]]:
     wanted = position.unique()
     count = max(1, _MOST_LOGITS // (len(batch.padded) * target.vocab_size))
     keeps = "logits_to_keep" in inspect.signature(target.model.forward).parameters
-    pieces = []
     for keep in wanted.split(count if keeps else len(wanted)):
         with torch.no_grad():
             arguments = {"logits_to_keep": keep} if keeps else {}
@@ -96,30 +108,32 @@ def _own_logits(target: Target, batch: RowBatch) -> list[tuple[Tensor, Tensor]]:
         columns = keep if keeps else torch.arange(logits.shape[1], device=keep.device)
         inside = torch.isin(position, keep).nonzero().squeeze(1)
         column = torch.searchsorted(columns, position[inside])
-        pieces.append((inside, logits[label_row[inside].to(logits.device), column.to(logits.device)]))
-    return pieces
+        yield inside, logits[label_row[inside].to(logits.device), column.to(logits.device)]
 
 
 def _compare(
     frozen: FrozenTarget,
     hidden: Tensor,
+    moved: Tensor,
     own: Tensor,
     use: Tensor,
     where: Tensor,
     batch: RowBatch,
     table: RowTable,
-    setting: Setting,
 ) -> int:
-    """Compare rebuilt logits with the model's own [k, V]; return how many positions counted."""
+    """Compare logits of `hidden` [k, H] with the model's own [k, V]; return how many positions counted.
+
+    `moved` [k, H] is the most that the codec can have moved each value of `hidden`.
+    """
     own = own.to(frozen.device).float()
     rebuilt = frozen.logits(hidden).float()
     own_top, own_id = own.max(-1)
     rebuilt_id = rebuilt.argmax(-1)
     value = rebuilt.gather(-1, own_id[:, None])[:, 0]
     gap = own_top - own.gather(-1, rebuilt_id[:, None])[:, 0]
-    rounding = _rounding(frozen, hidden, setting)
-    bad_id = gap > rounding(own_id, rebuilt_id, own_top.abs() * 2)
-    bad_value = (value - own_top).abs() > rounding(own_id, None, own_top.abs())
+    bound = _bound(frozen, hidden, moved)
+    bad_id = gap > bound(own_id, rebuilt_id, own_top.abs() * 2)
+    bad_value = (value - own_top).abs() > bound(own_id, None, own_top.abs())
     bad = (bad_id | bad_value) & use.to(own.device)
     if bool(bad.any()):
         i = int(bad.nonzero()[0, 0])
@@ -137,23 +151,21 @@ def _compare(
     return int(use.sum())
 
 
-def _rounding(frozen: FrozenTarget, hidden: Tensor, setting: Setting) -> Bound:
+def _bound(frozen: FrozenTarget, hidden: Tensor, moved: Tensor) -> Bound:
     """Return the largest difference that rounding can make between logits of two tokens (or of one).
 
-    The codec rounds each of the H values independently by at most u = eps / 2, that is with a standard
-    deviation of u / sqrt(3); the target's own arithmetic rounds each logit in its dtype.
+    The codec moves each of the H values independently by at most `moved`, that is with a standard
+    deviation of moved / sqrt(3); the target's own arithmetic rounds each logit in its dtype.
     """
-    codec, own = CODECS[setting.codec], frozen.dtype
-    unit_codec = 0.0 if codec == own else torch.finfo(codec).eps / 2
-    unit_own = torch.finfo(own).eps / 2
+    unit_own = torch.finfo(frozen.dtype).eps / 2
     unit_sum = 4 * sqrt(hidden.shape[-1]) * torch.finfo(torch.float32).eps
-    spread = _SIGMAS / sqrt(3.0) * unit_codec + unit_sum
+    spread = _SIGMAS / sqrt(3.0) * moved + unit_sum * hidden.float().abs()
 
     def bound(first: Tensor, second: Tensor | None, size: Tensor) -> Tensor:
         weight = frozen.lm_head[first].float()
         if second is not None:
             weight = weight - frozen.lm_head[second].float()
-        moved = (hidden.float() * weight).norm(dim=-1) * abs(frozen.logit_scale)
-        return spread * moved + 4 * unit_own * size + unit_sum * size
+        by_state = (spread * weight).norm(dim=-1) * abs(frozen.logit_scale)
+        return by_state + 4 * unit_own * size + unit_sum * size
 
     return bound

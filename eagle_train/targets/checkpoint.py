@@ -44,10 +44,17 @@ def load_model(
         )
     model, report = loaded
     _refuse_incomplete(target, report)
-    if device_map is None:
+    if device_map is not None:
+        _say_spilled(model)
+        return model
+    try:
         return model.to(device)
-    _say_spilled(model)
-    return model
+    except (torch.OutOfMemoryError, RuntimeError) as error:
+        size = sum(weight.numel() * weight.element_size() for weight in model.parameters())
+        raise UserError(
+            f"{target}: {size / 2**30:.1f} GiB of weights do not go onto {device} ({_first_line(error)}); "
+            "use --dtype bf16, a device with more room, or --device-map auto to spread the model"
+        ) from error
 
 
 def load_config(target: str, trust_remote_code: bool) -> PretrainedConfig:
@@ -199,8 +206,13 @@ def _explained(target: str) -> Iterator[None]:
     except SafetensorError as error:
         raise UserError(f"{target}: a weight file is damaged ({error}); fetch it again") from error
     except (OSError, ValueError, KeyError, ImportError, RuntimeError, TypeError, AttributeError) as error:
-        reason = str(error).strip().split("\n")[0] or type(error).__name__
-        raise UserError(f"{target}: could not be loaded as a causal language model: {reason}") from error
+        raise UserError(
+            f"{target}: could not be loaded as a causal language model: {_first_line(error)}"
+        ) from error
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().split("\n")[0] or type(error).__name__
 
 
 @contextlib.contextmanager

@@ -1,12 +1,12 @@
-"""Extraction: every planned shard once, by whichever worker it falls to.
+"""Extraction: every planned shard once, by whichever worker takes it.
 
-Worker r of w takes the shards r, r + w, ... that are not finished yet. Workers never talk to each
-other; the one that finds everything finished writes the manifest. Writing runs in a thread of its own
-beside the next shard's forwards.
+Workers never talk to each other: each takes the next shard that nobody has (claims.py) until all are
+there. Writing runs in a thread of its own beside the next shard's forwards.
 """
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -19,16 +19,20 @@ from typing import Any
 import torch
 
 from eagle_train import distributed
-from eagle_train.io import make_folder, read_json
-from eagle_train.progress import Progress, progress
-from eagle_train.shards import frozen_target
+from eagle_train.errors import UserError
+from eagle_train.io import make_folder
+from eagle_train.progress import Progress, bytes_text, progress
+from eagle_train.shards.claims import Claims, clear, take_in_turn
+from eagle_train.shards.files import ShardFile
+from eagle_train.shards.manifest import close_directory, read_manifest
+from eagle_train.shards.reader import load_frozen
 from eagle_train.shards.schema import INDEX, MANIFEST, PLAN, Plan, shard_name
-from eagle_train.shards.writer import ShardBuffer, close_directory, finished_shard
+from eagle_train.shards.writer import ShardBuffer, finished_shard, verified_shard
 from eagle_train.targets.batch import load_batch, run_batch, store_batch
 from eagle_train.targets.capture import FeatureTap
 from eagle_train.targets.check import check_start
 from eagle_train.targets.load import Target, load_target
-from eagle_train.targets.survey import Survey, bytes_text, refuse_full_disk, survey
+from eagle_train.targets.survey import Survey, refuse_full_disk, survey
 
 _SECONDS_BETWEEN_LOOKS = 2.0
 
@@ -48,16 +52,17 @@ def extract(
     device: str | torch.device | None = None,
     device_map: str | dict[str, Any] | None = None,
     trust_remote_code: bool = False,
-    ignore_space: bool = False,
+    ignore_disk: bool = False,
     max_bad_rows: int | None = None,
     show: bool = True,
     announce: bool = True,
 ) -> dict[str, Any]:
     """Run the frozen target over prepared rows and write its features as shards into `out`.
 
-    Under torchrun each rank does its share; alone this process does all. What is finished already is
-    kept. Returns rows, tokens, bytes, shards done here and ``complete``: whether all shards are there.
-    Raises UserError for anything the user must change; the same call again goes on where it stopped.
+    Any number of processes, on any machines that share the folder, may run it at once and share the
+    work; each returns when all shards are there. What is finished already is kept. Returns rows, tokens,
+    bytes, shards done here and the share of time spent waiting for the disk. Raises UserError for anything
+    the user must change; the same call again goes on where it stopped.
     """
     folder = Path(out)
     work = survey(
@@ -74,7 +79,7 @@ def extract(
         device=device,
         trust_remote_code=trust_remote_code,
     )
-    if not ignore_space:
+    if not ignore_disk:
         refuse_full_disk(work, folder)
     if announce and show and distributed.is_main():
         print(work.size_text(), file=sys.stderr)
@@ -92,13 +97,12 @@ def extract(
         started = time.monotonic()
         done, waited = _work(work, plan, model, folder, limit, show and distributed.is_main())
     seconds = time.monotonic() - started
-    complete = (folder / frozen_target.RECORD).is_file() and all(
-        finished_shard(folder, plan, number) for number in range(len(plan.shards))
-    )
-    if complete:
-        close_directory(folder, plan, work.rows_info)
+    if distributed.is_main():
+        close_directory(folder, plan)
+        clear(folder)
     return {
         **summary_of(folder),
+        "complete": True,
         "shards_done_here": len(done),
         "tokens_done_here": sum(plan.shards[number].tokens for number in done),
         "seconds": seconds,
@@ -110,7 +114,7 @@ def summary_of(folder: Path) -> dict[str, Any]:
     """Return what an extraction directory holds: counts, bytes, and whether it is complete."""
     plan = Plan.load(folder)
     complete = (folder / MANIFEST).is_file()
-    made = read_json(folder / MANIFEST, "run eagle extract") if complete else plan.to_json()
+    made = read_manifest(folder) if complete else plan.to_json()
     size = sum(shard["bytes"] for shard in made["shards"])
     return {
         "out": str(folder),
@@ -143,57 +147,101 @@ def _threads(work: Survey) -> Iterator[None]:
 def _settle(work: Survey, target: Target, folder: Path) -> Plan:
     """Complete the plan by the target's identity and write it, or find the same one there."""
     identity = target.identity()
-    known = Plan.load(folder) if (folder / PLAN).is_file() else None
-    if known is not None:  # the name and revision first given stay in the headers
-        named = {"name": known.setting.target["name"], "revision": known.setting.target["revision"]}
-        if known.setting.target["fingerprint"] == identity["fingerprint"]:
-            identity.update(named)
-    setting = replace(work.plan.setting, target=identity, vocab_size=target.vocab_size)
-    if known is not None:
+    while True:
+        known = Plan.load(folder) if (folder / PLAN).is_file() else None
+        if known is not None and known.setting.target["fingerprint"] == identity["fingerprint"]:
+            for name in ("name", "revision"):  # those first given stay in the headers
+                identity[name] = known.setting.target[name]
+        setting = replace(work.plan.setting, target=identity, vocab_size=target.vocab_size)
+        plan = replace(work.plan, setting=setting)
+        if known is None:
+            if plan.create(folder):
+                break
+            continue  # another run was quicker
         known.setting.refuse_other(setting, folder)
-    plan = replace(work.plan, setting=setting)
-    if known is None:
-        plan.save(folder)
-    if distributed.is_main() and not (folder / frozen_target.RECORD).is_file():
-        target.frozen().save(folder)
+        if known != plan:
+            raise UserError(
+                f"{folder / PLAN}: edited: not the plan of these rows; delete the folder to start again"
+            )
+        break
+    if distributed.is_main():
+        _keep_frozen(target, folder)
     return plan
+
+
+def _keep_frozen(target: Target, folder: Path) -> None:
+    """Write embedding and output map, unless the right ones are there."""
+    frozen = target.frozen()
+    with suppress(UserError):
+        info = read_manifest(folder) if (folder / MANIFEST).is_file() else {}
+        load_frozen(folder, frozen.target["fingerprint"], info.get("target_checksum"))
+        return
+    frozen.save(folder)
 
 
 def _work(
     work: Survey, plan: Plan, target: Target, folder: Path, limit: int, show: bool
 ) -> tuple[list[int], float]:
-    """Make this worker's unfinished shards; return them and the seconds spent waiting for the disk."""
-    rank, count = distributed.rank(), distributed.world_size()
-    finished = [finished_shard(folder, plan, number) for number in range(len(plan.shards))]
-    todo = [number for number, shard in enumerate(finished) if shard is None]
-    if not todo:
-        return [], 0.0
-    skipped = sum(len(shard.header["skipped"]) for shard in finished if shard is not None)
-    _reopen(folder, todo)
-    mine = [number for number in todo if number % count == rank]
-    waited = 0.0
-    writing: Future[int] | None = None
-    seen = _Others(folder, plan, [number for number in todo if number not in mine])
-    total = sum(plan.shards[number].tokens for number in todo)
-    with (
-        FeatureTap(target, plan.setting.layer_ids) as tap,
-        progress("extract", total, "tokens", show) as shown,
-        ThreadPoolExecutor(1) as writer,
-    ):
-        for number in mine:
-            buffer = _fill(work, plan, tap, number, number == mine[0] and rank == 0, shown, seen)
-            if target.device.type == "cuda":
-                torch.cuda.synchronize()
+    """Take shards until all are there; return those made here and the seconds spent waiting for the disk."""
+    with Claims(folder) as claims:
+        finished = _finished(plan, folder, claims)
+        todo = [number for number, shard in enumerate(finished) if shard is None]
+        if not todo:
+            return [], 0.0
+        _reopen(folder)
+        skipped = sum(len(shard.header["skipped"]) for shard in finished if shard is not None)
+        done: list[int] = []
+        waited = 0.0
+        writing: Future[int] | None = None
+        seen = _Others(folder, plan, todo)
+        total = sum(plan.shards[number].tokens for number in todo)
+
+        def write(buffer: ShardBuffer, most_bad: int) -> int:
+            bad = buffer.finish(folder, most_bad)
+            claims.release(buffer.number)
+            return bad
+
+        with (
+            FeatureTap(target, plan.setting.layer_ids) as tap,
+            progress("extract", total, "tokens", show) as shown,
+            ThreadPoolExecutor(1) as writer,
+        ):
+            for number in take_in_turn(
+                claims, todo, lambda number: finished_shard(folder, plan, number) is not None
+            ):
+                _sweep(folder, number)
+                seen.forget(number)
+                check = not done and distributed.is_main()
+                buffer = _fill(work, plan, tap, number, check, shown, seen)
+                if target.device.type == "cuda":
+                    torch.cuda.synchronize()
+                before = time.monotonic()
+                skipped += writing.result() if writing is not None else 0
+                waited += time.monotonic() - before
+                writing = writer.submit(write, buffer, limit - skipped)
+                done.append(number)
             before = time.monotonic()
-            skipped += writing.result() if writing is not None else 0
+            if writing is not None:
+                writing.result()
             waited += time.monotonic() - before
-            writing = writer.submit(buffer.finish, folder, limit - skipped)
-        before = time.monotonic()
-        if writing is not None:
-            writing.result()
-        waited += time.monotonic() - before
-        shown.advance(seen.newly_done(now=True))
-    return mine, waited
+            shown.advance(seen.newly_done(now=True))
+    return done, waited
+
+
+def _finished(plan: Plan, folder: Path, claims: Claims) -> list[ShardFile | None]:
+    """Return the shards that are there; this worker's share of them is verified, a damaged one removed."""
+    found = []
+    for number in range(len(plan.shards)):
+        shard = finished_shard(folder, plan, number)
+        mine = number % distributed.world_size() == distributed.rank()
+        if shard is not None and mine and verified_shard(folder, plan, number) is None:
+            shard = None
+            if claims.take(number):  # nobody is writing it: look again, then remove it
+                if verified_shard(folder, plan, number) is None:
+                    (folder / shard_name(number)).unlink(missing_ok=True)
+                claims.release(number)
+        found.append(shard)
+    return found
 
 
 def _fill(
@@ -215,24 +263,33 @@ def _fill(
 class _Others:
     """Counts the tokens of shards that other workers finish meanwhile, for one progress bar over all."""
 
-    def __init__(self, folder: Path, plan: Plan, numbers: list[int]) -> None:
-        self._left = {folder / shard_name(n): plan.shards[n].tokens for n in numbers}
+    def __init__(self, folder: Path, plan: Plan, todo: list[int]) -> None:
+        self._folder = folder
+        there = set(os.listdir(folder))  # a foreign one among them is yet to be replaced
+        self._left = {shard_name(n): plan.shards[n].tokens for n in todo if shard_name(n) not in there}
         self._looked = time.monotonic()
+
+    def forget(self, number: int) -> None:
+        """Leave out a shard that this worker makes."""
+        self._left.pop(shard_name(number), None)
 
     def newly_done(self, now: bool = False) -> int:
         """Return the tokens finished by others since the last look; looks every two seconds, or `now`."""
         if not self._left or not (now or time.monotonic() - self._looked > _SECONDS_BETWEEN_LOOKS):
             return 0
         self._looked = time.monotonic()
-        return sum(self._left.pop(path) for path in list(self._left) if path.exists())
+        return sum(self._left.pop(name, 0) for name in os.listdir(self._folder))
 
 
-def _reopen(folder: Path, todo: list[int]) -> None:
-    """Take away a manifest that no longer holds, and what killed workers left half-written."""
+def _reopen(folder: Path) -> None:
+    """Take away a manifest that no longer holds."""
     with suppress(OSError):
         for name in (MANIFEST, INDEX):
             (folder / name).unlink(missing_ok=True)
-        mine = {shard_name(n) for n in todo if n % distributed.world_size() == distributed.rank()}
-        for leftover in folder.glob(".shard-*.safetensors.*.tmp"):
-            if leftover.name[1:].rsplit(".", 2)[0] in mine:
-                leftover.unlink(missing_ok=True)
+
+
+def _sweep(folder: Path, number: int) -> None:
+    """Take away what a killed worker left half-written of a shard."""
+    for leftover in folder.glob(f".{shard_name(number)}.*.tmp"):
+        with suppress(OSError):
+            leftover.unlink(missing_ok=True)

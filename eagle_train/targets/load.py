@@ -199,6 +199,27 @@ def default_device() -> torch.device:
     return torch.device("cpu")
 
 
+def pick_device(device: str | torch.device | None) -> torch.device:
+    """Return the device asked for: None is the best there is, a plain ``cuda`` this rank's own GPU.
+
+    Raises UserError for a device that does not exist here.
+    """
+    default = default_device()
+    if device is None:
+        return default
+    try:
+        place = torch.device(device)
+    except RuntimeError as error:
+        raise UserError(f"--device {device}: wanted cpu, cuda or cuda:N") from error
+    if place.type == "cuda":
+        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        if not count:
+            raise UserError(f"--device {device}: no CUDA device is visible here; use --device cpu")
+        if place.index is not None and place.index >= count:
+            raise UserError(f"--device {device}: {count} CUDA devices are visible, 0 to {count - 1}; use one")
+    return default if place.type == default.type and place.index is None else place
+
+
 def load_target(
     target: str | Path,
     *,
@@ -216,9 +237,7 @@ def load_target(
     be found, is incomplete or damaged, or isn't a causal language model.
     """
     wanted = parse_dtype(dtype)
-    place = torch.device(device) if device is not None else default_device()
-    if place.type == "cuda" and not torch.cuda.is_available():
-        raise UserError(f"device {place}: no CUDA device is visible; use --device cpu")
+    place = pick_device(device)
     model = checkpoint.load_model(str(target), wanted, place, trust_remote_code, device_map)
     model.eval().requires_grad_(False)
     revision = getattr(model.config, "_commit_hash", None)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -11,16 +10,20 @@ from typing import Any
 
 import torch
 
+from eagle_train.distributed import num_cores
 from eagle_train.errors import UserError
 from eagle_train.io import os_error
+from eagle_train.progress import bytes_text
 from eagle_train.provenance import tokenizer_fingerprint
+from eagle_train.shards.codecs import CODECS, check_codec
 from eagle_train.shards.frozen_target import TENSORS
 from eagle_train.shards.plan import RowTable, default_shard_tokens, make_plan
-from eagle_train.shards.schema import CODECS, PLAN, Plan, Setting, check_codec, check_features, holds_aux
+from eagle_train.shards.schema import MANIFEST, PLAN, Plan, Setting, check_features, holds_aux
 from eagle_train.shards.writer import finished_shard
 from eagle_train.targets import checkpoint
 from eagle_train.targets.capture import check_layer_ids, default_layer_ids
-from eagle_train.targets.load import default_device, dtype_name, parse_dtype
+from eagle_train.targets.load import dtype_name, parse_dtype, pick_device
+from eagle_train.targets.memory import free_memory, total_memory
 
 _WORTH_SHARING = 5e11  # operations of the forwards; below, starting workers takes longer than the work
 _BATCH_TOKENS = {"cpu": 4096, "cuda": 16_384}
@@ -92,7 +95,7 @@ def survey(
             f"{rows.info['tokenizer_fingerprint']}); {target} has tokenizer {fingerprint}. "
             f"Run eagle prepare with --target {target}"
         )
-    place = _device(device)
+    place = pick_device(device)
     config = checkpoint.load_config(str(target), trust_remote_code)
     text = config.get_text_config()
     kept = parse_dtype(dtype) or checkpoint.default_dtype(
@@ -106,7 +109,7 @@ def survey(
             raise UserError(f"--for {features} needs layers; leave --layers out for the default three")
     elif layer_ids is not None:
         raise UserError(f"--for {features} stores no layers; leave --layers out")
-    known = Plan.load(Path(out)).setting if (Path(out) / PLAN).is_file() else None
+    known = _known(Path(out))
     parameters = checkpoint.count_parameters(config, trust_remote_code)
     budget = batch_tokens or (known.batch_tokens if known else _BATCH_TOKENS.get(place.type, 4096))
     if budget < 1 or (shard_tokens is not None and shard_tokens < 1) or (threads is not None and threads < 1):
@@ -137,6 +140,15 @@ def survey(
     return Survey(rows.dataset, table, rows.info, make_plan(table, setting), place, kept, parameters)
 
 
+def _known(out: Path) -> Setting | None:
+    """Return the setting of the plan that `out` holds; refuse a folder that no extraction may go on in."""
+    if (out / PLAN).is_file():
+        return Plan.load(out).setting
+    if (out / MANIFEST).is_file():
+        raise UserError(f"{out}: holds shards that were merged or split; choose another --out")
+    return None
+
+
 def parse_layers(text: str | None) -> tuple[int, ...] | None:
     """Return the layer numbers of ``2,15,27``; raise UserError when that is not what `text` is."""
     if text is None:
@@ -150,10 +162,12 @@ def parse_layers(text: str | None) -> tuple[int, ...] | None:
 def refuse_full_disk(work: Survey, out: Path) -> None:
     """Raise UserError when the disk lacks the room for what is still to be written."""
     existing = Plan.load(out) if (out / PLAN).is_file() else None
-    todo = work.target_bytes if not (out / TENSORS).is_file() else 0
-    for number, shard in enumerate(work.plan.shards):
-        if existing is None or finished_shard(out, existing, number) is None:
-            todo += shard.size
+    shards_todo = sum(
+        shard.size
+        for number, shard in enumerate(work.plan.shards)
+        if existing is None or finished_shard(out, existing, number) is None
+    )
+    todo = shards_todo + (work.target_bytes if not (out / TENSORS).is_file() else 0)
     place = out
     while not place.exists():
         place = place.parent
@@ -162,14 +176,18 @@ def refuse_full_disk(work: Survey, out: Path) -> None:
     except OSError as error:
         raise os_error(place, error) from error
     if todo > free:
-        smaller = [
-            name for name, kind in CODECS.items() if kind.itemsize < CODECS[work.plan.setting.codec].itemsize
-        ]
-        advice = f"use --codec {smaller[0]}, " if smaller else ""
+        smaller = _codec_that_fits(work, free - (todo - shards_todo)) if existing is None else None
+        advice = f"use --codec {smaller}, " if smaller else ""
         raise UserError(
             f"{out}: {bytes_text(todo)} to write, {bytes_text(free)} free on this disk; {advice}"
-            "choose another --out, or --ignore-space to try all the same"
+            "choose another --out, or --ignore-disk to try all the same"
         )
+
+
+def _codec_that_fits(work: Survey, room: int) -> str | None:
+    """Return the largest codec whose shards fit into `room` bytes; None where none does."""
+    sizes = {name: make_plan(work.table, replace(work.plan.setting, codec=name)).size for name in CODECS}
+    return max((name for name in sizes if sizes[name] <= room), key=sizes.__getitem__, default=None)
 
 
 def default_processes(work: Survey, out: Path) -> int:
@@ -181,7 +199,7 @@ def default_processes(work: Survey, out: Path) -> int:
         most = torch.cuda.device_count()
     else:
         weights = work.num_parameters * work.dtype.itemsize
-        most = max(1, min(num_cores() // work.plan.setting.threads, _fitting(weights)))
+        most = max(1, min(num_cores() // work.plan.setting.threads, _fitting(weights, free_memory())))
     known = Plan.load(out) if (out / PLAN).is_file() else None
     todo = [
         shard.tokens
@@ -193,54 +211,16 @@ def default_processes(work: Survey, out: Path) -> int:
     return max(1, min(most, len(todo)))
 
 
-def num_cores() -> int:
-    """Return the number of cores this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def _device(device: str | torch.device | None) -> torch.device:
-    """Return the device asked for, with this rank's own GPU for a plain ``cuda``."""
-    default = default_device()
-    if device is None:
-        return default
-    try:
-        place = torch.device(device)
-    except RuntimeError as error:
-        raise UserError(f"--device {device}: wanted cpu or cuda") from error
-    return default if place.type == default.type and place.index is None else place
-
-
 def _default_threads(device: torch.device, weights: int) -> int:
-    """One thread a worker; more where memory holds fewer workers than there are cores."""
+    """One thread a worker; more where memory holds fewer workers than there are cores.
+
+    A property of the machine and not of the moment: it is part of the plan.
+    """
     if device.type != "cpu":
         return 1
-    return max(1, num_cores() // max(1, min(num_cores(), _fitting(weights))))
+    return max(1, num_cores() // max(1, min(num_cores(), _fitting(weights, total_memory()))))
 
 
-def _fitting(weights: int) -> int:
-    """How many workers with weights of so many bytes fit into the free memory."""
-    return max(1, int(_free_memory() // (1.2 * weights + (1 << 30))))
-
-
-def _free_memory() -> int:
-    """Bytes of memory that can be used without swapping, the container's limit included."""
-    free = 8 << 30
-    try:
-        for line in Path("/proc/meminfo").read_text().splitlines():
-            if line.startswith("MemAvailable"):
-                free = int(line.split()[1]) * 1024
-        limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
-        used = int(Path("/sys/fs/cgroup/memory.current").read_text())
-        if limit != "max":
-            free = min(free, int(limit) - used)
-    except (OSError, ValueError):
-        return free
-    return free
-
-
-def bytes_text(count: float) -> str:
-    for unit in ("bytes", "KiB", "MiB", "GiB"):
-        if count < 1024:
-            return f"{count:,.0f} {unit}" if unit == "bytes" else f"{count:,.1f} {unit}"
-        count /= 1024
-    return f"{count:,.2f} TiB"
+def _fitting(weights: int, memory: int) -> int:
+    """How many workers with weights of so many bytes fit into so much memory."""
+    return max(1, int(memory // (1.2 * weights + (1 << 30))))

@@ -7,38 +7,63 @@ from pathlib import Path
 from typing import Any
 
 from eagle_train import distributed
-from eagle_train.targets.extract import summary_of
+from eagle_train.errors import UserError
+from eagle_train.targets.extract import extract, summary_of
 from eagle_train.targets.survey import Survey, default_processes, refuse_full_disk, survey
 
 
 def start_workers(
     rows_dir: str | Path,
-    target: str,
+    target: str | Path,
     out: str | Path,
-    processes: int | None,
-    settings: dict[str, Any],
     *,
-    ignore_space: bool = False,
+    processes: int | None = None,
+    device_map: str | None = None,
+    ignore_disk: bool = False,
     max_bad_rows: int | None = None,
-) -> dict[str, Any] | None:
+    announce: bool = True,
+    show: bool = True,
+    **settings: Any,
+) -> dict[str, Any]:
     """Extract with `processes` workers (None: one a GPU, or one a core where memory allows).
 
-    Everything that can be refused is refused here, once, before a worker starts. Returns the summary, or
-    None when one process is enough: then call `extract`. Raises UserError when a worker fails.
+    One worker, a rank of torchrun and a model spread by `device_map` run in this process. `settings` are
+    those of `extract`, whose record comes back either way. Everything that can be refused is refused
+    here, once, before a worker starts. Raises UserError when a worker fails.
     """
-    work = survey(rows_dir, target, out, **settings)
+    common: dict[str, Any] = {
+        "ignore_disk": ignore_disk,
+        "max_bad_rows": max_bad_rows,
+        "announce": announce,
+        "show": show,
+    }
+    if processes is not None and distributed.launched():
+        raise UserError(f"--processes {processes}: given inside torchrun; use one of the two")
+    if processes is not None and processes > 1 and device_map is not None:
+        raise UserError(
+            f"--processes {processes}: with --device-map {device_map} one process holds the whole model; "
+            "leave one of the two out"
+        )
+    if distributed.launched() or device_map is not None:
+        return extract(rows_dir, target, out, device_map=device_map, **common, **settings)
+    if processes is None and ":" in str(settings.get("device")):
+        processes = 1  # one device of many was named
+    work = survey(rows_dir, str(target), out, **settings)
     count = processes if processes is not None else default_processes(work, Path(out))
     if count == 1:
-        return None
-    if not ignore_space:
+        return extract(rows_dir, target, out, **common, **settings)
+    if not ignore_disk:
         refuse_full_disk(work, Path(out))
     print(f"{work.size_text()}; {count} workers", file=sys.stderr)
     code = distributed.relaunch(
-        count, _arguments(work, str(rows_dir), target, str(out), settings, max_bad_rows)
+        count, _arguments(work, str(rows_dir), str(target), str(out), settings, max_bad_rows)
     )
     if code == 130:
         raise KeyboardInterrupt
-    return summary_of(Path(out))
+    summary = summary_of(Path(out))
+    if not summary["complete"]:
+        raise UserError(f"{out}: the workers ended without a manifest; give the same command again")
+    return summary
 
 
 def _arguments(
@@ -46,9 +71,10 @@ def _arguments(
 ) -> list[str]:
     """The command line of one worker, with everything that has a default on this machine spelt out."""
     setting = work.plan.setting
-    arguments = ["extract", rows_dir, "--target", target, "--out", out, "--worker", "--ignore-space"]
+    arguments = ["extract", rows_dir, "--target", target, "--out", out, "--worker", "--ignore-disk"]
     arguments += ["--for", setting.features, "--codec", setting.codec, "--dtype", setting.target["dtype"]]
-    arguments += ["--device", setting.device, "--threads", str(setting.threads)]
+    device = str(settings.get("device") or setting.device)
+    arguments += ["--device", device, "--threads", str(setting.threads)]
     arguments += ["--batch-tokens", str(setting.batch_tokens), "--shard-tokens", str(setting.shard_tokens)]
     if setting.layer_ids:
         arguments += ["--layers", ",".join(map(str, setting.layer_ids))]

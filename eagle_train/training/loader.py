@@ -66,6 +66,7 @@ class Loader:
                 yield self._read(mine)
 
     def _dealt(self, rows: Sequence[int]) -> list[list[int]]:
+        self.shards.verify_rows(rows)  # this process's share, before anybody's update depends on it
         lengths = [int(self.shards.lengths[row]) for row in rows]
         return deal(bins(rows, lengths, self.micro_tokens, self.world), self.rank, self.world)
 

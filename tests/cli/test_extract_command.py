@@ -32,6 +32,7 @@ def test_it_reports_sizes_first_and_the_next_command_last(
     assert sizes.startswith("24 rows, 3,371 tokens, 1,441 supervised: 7 shards, ")
     assert sizes.endswith("KiB on disk (0.2 KiB a token, bf16)")
     assert said.out.startswith(f"{out}: 24 rows, 3,371 tokens, 1,441 supervised, 7 shards, ")
+    assert "% of the time was spent waiting for the disk" in said.out.splitlines()[1]
     assert said.out.splitlines()[-1] == f"next: eagle train {out} --recipe eagle3 --out run/"
 
 
@@ -57,8 +58,18 @@ def test_the_size_said_beforehand_is_that_of_the_files(tiny_shards_dir: Path) ->
     ("arguments", "words"),
     [
         (["--layers", "2;3"], "error: --layers 2;3: wanted numbers with commas between, such as 2,15,27"),
-        (["--codec", "bf61"], "error: --codec bf61: wanted one of bf16, fp32; did you mean 'bf16'?"),
+        (
+            ["--codec", "bf61"],
+            "error: --codec bf61: wanted one of bf16, fp32, fp8, int8; did you mean 'bf16'?",
+        ),
         (["--processes", "0"], "error: --processes 0: wanted 1 or more"),
+        (
+            ["--processes", "2", "--device-map", "auto"],
+            "error: --processes 2: with --device-map auto one process holds the whole model; "
+            "leave one of the two out",
+        ),
+        (["--device", "cuda"], "error: --device cuda: no CUDA device is visible here; use --device cpu"),
+        (["--device", "cpu:x"], "error: --device cpu:x: wanted cpu, cuda or cuda:N"),
     ],
 )
 def test_a_wrong_option_is_one_line_and_exit_2(

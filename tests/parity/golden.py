@@ -73,6 +73,5 @@ def packed(ids: list[Tensor], features: list[Tensor], last: list[Tensor], frozen
         label0=rows + 1,
         label_last=label_last,
         label_argmax=logits.argmax(-1),
-        label_lse=logits.logsumexp(-1),
     )
     return batch, mask[:, rows].bool()

@@ -24,7 +24,6 @@ def document(length: int, spans: list[tuple[int, int]], first_id: int = 100, aux
         last_all=None if aux else (first_id + t).float()[:, None].repeat(1, 2),
         label_last=(first_id + at).float()[:, None].repeat(1, 2),
         label_argmax=first_id + at + 1,
-        label_lse=(first_id + at).float(),
     )
 
 
@@ -78,7 +77,7 @@ def test_rows_labels_and_counts_agree_with_the_rule(docs):
                         k = batch.rows.tolist().index(start + t)
                         assert i < batch.room[k]
                         label = int(batch.label0[k]) + i
-                        assert batch.label_lse[label] == doc.input_ids[t + 1 + i]  # position t+1+i
+                        assert batch.label_argmax[label] == doc.input_ids[t + 1 + i] + 1  # position t+1+i
                         assert batch.input_ids[start + t + 2 + i] == doc.input_ids[t + 2 + i]
     assert seen == [int((batch.room > i).sum()) for i in range(5)]
     totals = [counted_rows(doc.spans, 5) for doc in docs]
@@ -95,7 +94,7 @@ def test_kind_chooses_the_feature_and_a_missing_one_is_refused():
 
 def test_idle_batch_has_the_shapes_and_counts_nothing():
     batch = idle(pack([document(9, [(3, 7)])], "eagle3"))
-    assert (batch.num_tokens, batch.num_documents, len(batch.rows)) == (1, 1, 0)
+    assert (batch.num_tokens, len(batch.row_starts), len(batch.rows)) == (1, 2, 0)
     assert batch.feature.shape == (1, 6)
     assert batch.label_last.shape == (0, 2)
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,6 +15,7 @@ from hypothesis import strategies as st
 from eagle_train.errors import UserError
 from eagle_train.shards.plan import RowTable, default_shard_tokens, label_positions, make_batches, make_plan
 from eagle_train.shards.schema import Plan, Setting
+from eagle_train.shards.writer import file_size
 
 SETTING = Setting(
     rows_fingerprint="r",
@@ -83,7 +86,7 @@ def test_label_positions_are_those_whose_next_token_is_supervised() -> None:
 
 def test_a_plan_reads_back_as_it_was_written(tmp_path: Path) -> None:
     plan = make_plan(_table([10, 40, 7, 90]), SETTING)
-    plan.save(tmp_path)
+    assert plan.create(tmp_path)
     again = Plan.load(tmp_path)
     assert again == plan
     assert again.identity == plan.identity
@@ -96,6 +99,24 @@ def test_the_size_is_that_of_the_tensors() -> None:
     expected = tokens * (4 + 1 + 3 * 8 * bf16) + labels * (8 * bf16 + 4 + 4)
     expected += int64 * (2 + 3 + 2 * 2 + 3)  # rows, row_starts, spans, span_starts
     assert plan.size == expected
+
+
+@pytest.mark.parametrize("codec", ["fp8", "int8"])
+def test_eight_bits_at_hidden_4096_take_at_most_15_and_a_half_kib_a_token(codec: str) -> None:
+    setting = replace(SETTING, codec=codec, hidden_size=4096, batch_tokens=4000, shard_tokens=32_000)
+    table = RowTable(
+        np.full(40, 1000, dtype=np.int64),
+        [[(200, 599), (600, 999)]] * 40,
+        [f"row-{i}" for i in range(40)],
+        ["c"] * 40,
+    )
+    plan = make_plan(table, setting)
+    assert plan.labels == 0.8 * plan.tokens
+    tensors = plan.size
+    files = sum(file_size(plan, number, table) for number in range(len(plan.shards)))
+    assert tensors < files
+    assert files / plan.tokens / 1024 <= 15.5
+    assert make_plan(table, replace(setting, codec="bf16")).size / plan.tokens / 1024 > 30
 
 
 @pytest.mark.parametrize(
@@ -126,10 +147,39 @@ def test_the_same_target_under_another_name_is_accepted() -> None:
     SETTING.refuse_other(replace(SETTING, target={**SETTING.target, "name": "./tiny"}), Path("shards"))
 
 
-def test_a_damaged_plan_is_named(tmp_path: Path) -> None:
-    (tmp_path / "plan.json").write_text('{"format_version": 1, "setting": {}}')
-    with pytest.raises(UserError, match=r"plan\.json: damaged"):
+def test_the_first_plan_in_a_folder_stays(tmp_path: Path) -> None:
+    first, second = make_plan(_table([10, 40]), SETTING), make_plan(_table([10, 41]), SETTING)
+    assert first.create(tmp_path)
+    assert not second.create(tmp_path)
+    assert Plan.load(tmp_path) == first
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "words"),
+    [
+        (["format_version"], 99, "format version 99, wanted 1"),
+        (["setting", "codec"], None, "codec: None"),
+        (["setting", "layer_ids"], "2,4", "'2', wanted a whole number"),
+        (["setting", "layer_ids"], 2, "not iterable"),
+        (["setting", "target"], {"name": "tiny"}, "target dtype' is missing"),
+        (["setting", "extra"], 1, "unexpected keyword argument 'extra'"),
+        (["num_rows"], "four", "damaged or edited"),
+        (["shards"], {}, "do not hold every row once"),
+        (["shards", 0], 7, "damaged or edited"),
+        (["shards", 0, "bytes"], "many", "'many', wanted a whole number"),
+        (["shards", 0, "batches"], [[0, 0]], "do not hold every row once"),
+    ],
+)
+def test_an_edited_plan_is_named_in_one_line(
+    tmp_path: Path, path: list[str | int], value: Any, words: str
+) -> None:
+    make_plan(_table([10, 40, 7, 90]), SETTING).create(tmp_path)
+    record = place = json.loads((tmp_path / "plan.json").read_text())
+    for key in path[:-1]:
+        place = place[key]
+    place[path[-1]] = value
+    (tmp_path / "plan.json").write_text(json.dumps(record))
+    with pytest.raises(UserError) as caught:
         Plan.load(tmp_path)
-    (tmp_path / "plan.json").write_text('{"format_version": 99}')
-    with pytest.raises(UserError, match="format version 99, wanted 1"):
-        Plan.load(tmp_path)
+    assert str(caught.value).startswith(f"{tmp_path / 'plan.json'}: ")
+    assert words in str(caught.value)

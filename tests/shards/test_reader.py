@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pickle
 import shutil
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -12,6 +14,7 @@ import torch
 from eagle_train.data.rows import open_rows
 from eagle_train.errors import UserError
 from eagle_train.shards import reader
+from eagle_train.shards.files import ShardFile
 from eagle_train.shards.reader import open_shards
 
 
@@ -28,7 +31,9 @@ def test_rows_come_in_the_prepared_order_with_their_tokens_and_spans(
         assert shards.lengths[i] == len(row["input_ids"])
     assert shards.row_ids == rows.dataset["row_id"][:]
     assert shards.conversation_ids == rows.dataset["conversation_id"][:]
-    assert shards.supervised_frequencies == rows.supervised_frequencies
+    assert shards.supervised_frequencies == {
+        int(token): count for token, count in rows.info["supervised_frequencies"].items()
+    }
 
 
 def test_some_rows_have_several_answers_and_labels_follow_them(tiny_shards_dir: Path) -> None:
@@ -123,6 +128,53 @@ def test_a_shard_of_another_extraction_is_named(copied: Path, tiny_shards_eagle1
     with pytest.raises(UserError, match=r"shard-00002\.safetensors: not the shard that shards\.json lists"):
         for i in range(shards.num_rows):
             shards.read(i)
+
+
+@pytest.fixture
+def seen(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The shards whose checksums are compared, in order."""
+    own, names = ShardFile.verify, []
+
+    def verify(self: ShardFile) -> None:
+        names.append(self.path.name)
+        own(self)
+
+    monkeypatch.setattr(ShardFile, "verify", verify)
+    return names
+
+
+def test_processes_verify_every_shard_once_between_them(tiny_shards_dir: Path, seen: list[str]) -> None:
+    for rank in range(3):
+        shards = open_shards(tiny_shards_dir, rank=rank, world=3)
+        shards.verify_rows(range(shards.num_rows))
+        for row in (*range(shards.num_rows), *range(shards.num_rows)):
+            shards.read(row)
+    assert sorted(seen) == [entry["file"] for entry in shards.info["shards"]]
+
+
+def test_a_process_verifies_its_share_of_what_all_are_about_to_read(copied: Path) -> None:
+    victim = copied / "shard-00003.safetensors"
+    content = bytearray(victim.read_bytes())
+    content[-3] ^= 4
+    victim.write_bytes(content)
+    one, two = (open_shards(copied, rank=rank, world=2) for rank in range(2))
+    rows = [row for row in range(one.num_rows) if int(one._index["shard"][row]) == 3]
+    one.verify_rows(rows)  # the other's
+    with pytest.raises(UserError, match=r"shard-00003\.safetensors: tensor \w+ is damaged"):
+        two.verify_rows(rows)
+
+
+def test_two_threads_do_not_verify_a_shard_twice(tiny_shards_dir: Path, seen: list[str]) -> None:
+    shards = open_shards(tiny_shards_dir)
+    gate = threading.Barrier(8)
+
+    def read(row: int) -> None:
+        gate.wait()
+        shards.read(row)
+
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(read, [0] * 8))
+    assert len(seen) == 1
 
 
 def test_a_row_out_of_range_is_an_index_error(tiny_shards_dir: Path) -> None:

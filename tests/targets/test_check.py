@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from eagle_train.errors import UserError
+from eagle_train.shards.codecs import CODECS, decode, encode, rounding
 from eagle_train.shards.frozen_target import FrozenTarget
 from eagle_train.shards.plan import RowTable
-from eagle_train.shards.schema import Setting
 from eagle_train.targets import check, checkpoint
 from eagle_train.targets.batch import BatchFeatures, RowBatch, load_batch, run_batch
 from eagle_train.targets.capture import FeatureTap
@@ -22,7 +22,6 @@ from eagle_train.targets.load import Target, load_target
 from eagle_train.targets.survey import Survey, survey
 
 Start = Callable[..., None]
-SETTING = Setting("r", "t", {"dtype": "fp32"}, "eagle3", (2, 4, 5), "bf16", 64, 100, 8, "cpu", 1, 1, 1)
 run = run_batch
 
 
@@ -45,7 +44,17 @@ def start(tiny_rows_dir: Path, tiny_target_dir: Path, tmp_path: Path) -> Start:
     return call
 
 
-@pytest.mark.parametrize(("codec", "dtype"), [("fp32", "fp32"), ("bf16", "fp32"), ("bf16", "bf16")])
+@pytest.mark.parametrize(
+    ("codec", "dtype"),
+    [
+        ("fp32", "fp32"),
+        ("bf16", "fp32"),
+        ("bf16", "bf16"),
+        ("fp8", "fp32"),
+        ("int8", "fp32"),
+        ("fp8", "bf16"),
+    ],
+)
 def test_what_is_stored_gives_back_the_models_logits_everywhere(start: Start, codec: str, dtype: str) -> None:
     start(codec, dtype)
 
@@ -116,9 +125,10 @@ def _compare(frozen: FrozenTarget, hidden: torch.Tensor, own: torch.Tensor, code
     at = torch.arange(count)
     batch = RowBatch((0,), at[None], at, at, [count])
     table = RowTable(np.array([count]), [[(1, count - 1)]], ["r"], ["c"])
-    setting = replace(SETTING, codec=codec)
+    values, scale = encode(CODECS[codec], hidden, 1)
+    moved = rounding(CODECS[codec], decode(values, scale), scale)
     use = torch.ones(count, dtype=torch.bool)
-    return check._compare(frozen, hidden, own, use, at, batch, table, setting)
+    return check._compare(frozen, hidden, moved, own, use, at, batch, table)
 
 
 def _near_ties() -> tuple[FrozenTarget, torch.Tensor]:
@@ -129,13 +139,14 @@ def _near_ties() -> tuple[FrozenTarget, torch.Tensor]:
     return FrozenTarget(lm_head, lm_head), torch.randn(4000, 64, generator=generator)
 
 
-def test_near_ties_may_change_their_order_by_rounding() -> None:
+@pytest.mark.parametrize("codec", ["bf16", "fp8", "int8"])
+def test_near_ties_may_change_their_order_by_rounding(codec: str) -> None:
     frozen, hidden = _near_ties()
     own = frozen.logits(hidden)
-    stored = hidden.bfloat16()
+    stored = decode(*encode(CODECS[codec], hidden, 1))
     flipped = int((frozen.logits(stored).argmax(-1) != own.argmax(-1)).sum())
     assert flipped > 20
-    assert _compare(frozen, stored, own, "bf16") == 4000
+    assert _compare(frozen, stored, own, codec) == 4000
 
 
 def test_a_difference_that_rounding_cannot_make_is_found_at_one_position() -> None:
@@ -145,5 +156,6 @@ def test_a_difference_that_rounding_cannot_make_is_found_at_one_position() -> No
     stored[123] = stored[124]
     with pytest.raises(UserError, match=r"at 1 of 4000 label positions; first at row r, position 123"):
         _compare(frozen, stored, own, "bf16")
-    with pytest.raises(UserError, match=r"position \d+"):  # the same rounding is too much for fp32
-        _compare(frozen, hidden.bfloat16().float(), own, "fp32")
+    for codec, finer in (("bf16", "fp32"), ("fp8", "bf16"), ("int8", "bf16")):  # too much for a finer one
+        with pytest.raises(UserError, match=r"position \d+"):
+            _compare(frozen, decode(*encode(CODECS[codec], hidden, 1)).float(), own, finer)

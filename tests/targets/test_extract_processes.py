@@ -3,20 +3,27 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import random
 import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from eagle_train.errors import UserError
 from eagle_train.shards.reader import open_shards
+from eagle_train.shards.schema import Plan
+from eagle_train.targets import extract as room
 from eagle_train.targets.extract import extract
 
 _SMALL = {"batch_tokens": 256, "shard_tokens": 512, "dtype": "fp32", "device": "cpu"}
+_SMALLER = {"batch_tokens": 128, "shard_tokens": 128}
 _FLAGS = ["--batch-tokens", "256", "--shard-tokens", "512", "--dtype", "fp32", "--device", "cpu"]
 
 _KILLED = """
@@ -84,6 +91,79 @@ def test_killed_and_run_again_it_has_the_bytes_of_an_uninterrupted_run(
     left = _bytes(out)
     assert {name: left[name] for name in whole} == whole
     assert not [name for name in left if name.startswith(".shard-0")]
+
+
+def _one_of_ten(rows: Path, target: Path, out: Path, killed_at: int | None) -> None:
+    """Extract in a forked process, which dies at a batch of its own."""
+    if killed_at is not None:
+        own, left = room.run_batch, [killed_at]
+
+        def dies(*arguments: Any) -> Any:
+            left[0] -= 1
+            if left[0] < 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return own(*arguments)
+
+        room.run_batch = dies  # type: ignore[assignment]
+    extract(rows, target, out, show=False, **{**_SMALL, **_SMALLER})  # type: ignore[arg-type]
+
+
+def test_ten_workers_some_of_them_killed_write_every_row_once_and_the_same_bytes(
+    tiny_rows_dir: Path, tiny_target_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    extract(tiny_rows_dir, tiny_target_dir, tmp_path / "alone", show=False, **{**_SMALL, **_SMALLER})  # type: ignore[arg-type]
+    fork = multiprocessing.get_context("fork")
+    killed_at = [0, 1, 2, *[None] * 7]
+    workers = [
+        fork.Process(target=_one_of_ten, args=(tiny_rows_dir, tiny_target_dir, tmp_path / "out", moment))
+        for moment in killed_at
+    ]
+    for worker in workers:
+        worker.start()
+    with ThreadPoolExecutor(10) as pool:  # a dead one is waited for at once: nobody takes it for living
+        list(pool.map(lambda worker: worker.join(120), workers))
+    codes = [worker.exitcode for worker in workers]
+    assert set(codes[:3]) <= {0, -signal.SIGKILL}  # 0: the others were done before it began
+    assert codes[3:] == [0] * 7
+    assert _bytes(tmp_path / "out") == _bytes(tmp_path / "alone")
+    plan = json.loads((tmp_path / "out" / "plan.json").read_text())
+    shards = open_shards(tmp_path / "out")
+    assert len(plan["shards"]) > 15
+    assert sorted(shards._index["rows"].tolist()) == list(range(24))
+
+
+def test_two_runs_that_begin_together_agree_on_one_plan(
+    tiny_rows_dir: Path, tiny_target_dir: Path, tmp_path: Path
+) -> None:
+    fork = multiprocessing.get_context("fork")
+    gate = fork.Barrier(2)
+    answers = fork.Queue()
+
+    def begin(tokens: int) -> None:
+        own = Plan.create
+
+        def together(self: Plan, folder: Path) -> bool:
+            gate.wait(60)
+            return own(self, folder)
+
+        Plan.create = together  # type: ignore[method-assign]
+        try:
+            settings = {**_SMALL, "shard_tokens": tokens}
+            summary = extract(tiny_rows_dir, tiny_target_dir, tmp_path / "out", show=False, **settings)  # type: ignore[arg-type]
+            answers.put((tokens, summary["shards"]))
+        except UserError as error:
+            answers.put((tokens, str(error)))
+
+    workers = [fork.Process(target=begin, args=(tokens,)) for tokens in (512, 900)]
+    for worker in workers:
+        worker.start()
+    found = dict(answers.get(timeout=120) for _ in workers)
+    for worker in workers:
+        worker.join(60)
+    (refused,) = [text for text in found.values() if isinstance(text, str)]
+    (shards,) = [count for count in found.values() if isinstance(count, int)]
+    assert "shard tokens" in refused
+    assert len(open_shards(tmp_path / "out").info["shards"]) == shards
 
 
 def _eagle(*arguments: str | Path, **environment: str) -> subprocess.CompletedProcess[str]:

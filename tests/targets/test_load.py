@@ -220,5 +220,5 @@ def test_a_cuda_device_that_is_not_there_is_refused(
     tiny_target_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(UserError, match="no CUDA device is visible; use --device cpu"):
+    with pytest.raises(UserError, match="--device cuda: no CUDA device is visible here; use --device cpu"):
         load_target(tiny_target_dir, device="cuda")
