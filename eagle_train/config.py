@@ -24,18 +24,25 @@ class HeadRecipe:
     num_hidden_layers: int = 1
     fc_norm: bool = False  # EAGLE-3.1: an RMSNorm on each feature before fc
     norm_output: bool = False  # EAGLE-3.1: the normed output is fed to the next step
+    qk_norm: bool = False  # norms on queries and keys as in Qwen3; no engine serves such a head
     intermediate_size: int | None = None  # null = the target's
+    init_layer: int | None = None  # start the first layer from this layer of the target, counted from 0
 
 
 @dataclass(frozen=True)
 class LossRecipe:
-    """What is minimised. ttt_* are EAGLE-3's, the rest EAGLE-1's."""
+    """What is minimised: for EAGLE-3 the token loss alone, for EAGLE-1 beside the regression of features."""
 
-    ttt_steps: int = 7  # steps of the training-time test
+    ttt_steps: int = 7  # steps of the training-time test; for EAGLE-1 more than one is HASS
     step_decay: float = 0.8  # weight of step i is step_decay ** i
-    feature_weight: float = 1.0  # SmoothL1 on the predicted feature
-    token_weight: float = 0.1  # soft cross-entropy on the token
-    noise: float = 0.1  # input features get uniform(-noise, noise) * 512 / length, in training only
+    divergence: Literal["cross_entropy", "kl", "reverse_kl", "tv", "lk"] = (
+        "cross_entropy"  # of the token loss
+    )
+    top_k: int = 10  # HASS: so many of the target's top tokens
+    top_k_weight: float = 0.0  # count so much more, in a loss added to the token loss; 0 = none
+    feature_weight: float = 1.0  # EAGLE-1: SmoothL1 on the predicted feature
+    token_weight: float = 0.1  # EAGLE-1: the token loss
+    noise: float = 0.1  # EAGLE-1: features get uniform(-noise, noise) * 512 / length, in training only
 
 
 @dataclass(frozen=True)
@@ -51,15 +58,17 @@ class OptimRecipe:
     matrix_momentum: float = 0.95
     matrix_weight_decay: float = 0.0
     clip_norm: float = 0.5  # of the whole gradient; 0 = no clipping
+    ema: float = 0.0  # decay of an average of the weights, which is evaluated and saved; 0 = none
 
 
 @dataclass(frozen=True)
 class ScheduleRecipe:
     """Learning rate: linear warm-up, then a decay down to ``final`` of the peak at the budget's end."""
 
-    shape: Literal["cosine", "linear", "constant"] = "cosine"
+    shape: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
     warmup_steps: int = 0
     final: float = 0.0
+    decay_share: float = 0.2  # of wsd: constant up to the last such share of the run, then linear
 
 
 @dataclass(frozen=True)
@@ -87,6 +96,7 @@ class RunRecipe:
     save_every: int = 1000
     log_every: int = 10
     keep_last: int = 2  # checkpoints kept beside the best
+    patience: int | None = None  # evaluations without a new best before the run ends; null = never
     max_skipped: int = 20  # steps whose gradient was not finite, before the run stops
 
 

@@ -87,7 +87,7 @@ def _type_name(value: Any) -> str:
     return {str: "text", type(None): "null"}.get(type(value), type(value).__name__)
 
 
-_MAY_BE_ZERO = ("warmup_steps", "seed", "max_skipped")
+_MAY_BE_ZERO = ("warmup_steps", "seed", "max_skipped", "init_layer")
 
 
 def _check(recipe: Recipe) -> None:
@@ -105,7 +105,8 @@ def _check(recipe: Recipe) -> None:
             if type(value) is float:
                 fine = 0 <= value < float("inf")
                 refuse_unless(fine, f"{section}.{key}: got {value}, wanted a number of 0 or more")
-    head, optim, data, run = recipe.head, recipe.optim, recipe.data, recipe.run
+    head, loss, optim, data, run = recipe.head, recipe.loss, recipe.optim, recipe.data, recipe.run
+    schedule = recipe.schedule
     reduced = head.fc_norm or head.norm_output or head.draft_vocab_size or head.layer_ids
     refuse_unless(
         head.kind == "eagle3" or not reduced,
@@ -113,11 +114,24 @@ def _check(recipe: Recipe) -> None:
     )
     refuse_unless(optim.lr > 0 and optim.matrix_lr > 0, "optim: learning rates must be above 0")
     refuse_unless(
-        all(0 <= beta < 1 for beta in (*optim.betas, optim.matrix_momentum)),
-        "optim: betas and matrix_momentum must lie in [0, 1)",
+        all(0 <= beta < 1 for beta in (*optim.betas, optim.matrix_momentum, optim.ema)),
+        "optim: betas, matrix_momentum and ema must lie in [0, 1)",
     )
-    refuse_unless(recipe.schedule.final <= 1, "schedule.final: wanted a share of the peak, at most 1")
-    refuse_unless(recipe.loss.step_decay > 0, "loss.step_decay: wanted a number above 0")
+    refuse_unless(0 < schedule.decay_share <= 1, "schedule.decay_share: wanted a share above 0, at most 1")
+    refuse_unless(
+        run.patience is None or data.held_out > 0,
+        "run.patience: needs held-out conversations to judge by; set data.held_out above 0",
+    )
+    refuse_unless(schedule.final <= 1, "schedule.final: wanted a share of the peak, at most 1")
+    refuse_unless(loss.step_decay > 0, "loss.step_decay: wanted a number above 0")
+    refuse_unless(
+        not loss.top_k_weight or loss.divergence == "cross_entropy",
+        f"loss.top_k_weight: belongs to divergence cross_entropy, got {loss.divergence}; set one of the two",
+    )
+    refuse_unless(
+        not loss.top_k_weight or head.kind == "eagle3" or loss.token_weight > 0,
+        "loss.top_k_weight: needs a loss.token_weight above 0",
+    )
     refuse_unless(
         (data.tokens_per_step is None) != (data.rows_per_step is None),
         "data: wanted exactly one of tokens_per_step and rows_per_step; set the other to null",

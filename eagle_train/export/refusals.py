@@ -32,6 +32,8 @@ def refusals(head: Head, engine: str, num_target_layers: int | None) -> list[str
     found = [
         f"{switch}: {name} does not compute it" for switch in _IGNORES[engine] if getattr(config, switch)
     ]
+    if config.qk_norm:
+        found.append(f"qk_norm: {name} has no norms on a head's queries and keys")
     if config.attention_bias:
         found.append(f"attention_bias: {name} drops the biases of q, k, v and o")
     if config.sliding_window is not None and not (

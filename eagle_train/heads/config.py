@@ -11,7 +11,7 @@ from eagle_train.errors import UserError, nearest
 
 KINDS = ("eagle1", "eagle3")
 _ARCHITECTURES = {"eagle1": "LlamaForCausalLMEagle", "eagle3": "LlamaForCausalLMEagle3"}
-_OWN = ("kind", "feature_layers", "target", "fc_bias")  # written under the key below, no engine reads them
+_OWN = ("kind", "feature_layers", "target", "fc_bias", "qk_norm")  # under the key below; no engine reads them
 _OWN_KEY = "eagle_train"
 _EAGLE3_ONLY = (
     "fc_norm",
@@ -55,6 +55,7 @@ class HeadConfig:
     sliding_window: int | None = None  # a row sees this many rows, itself included; null = all
     fc_bias: bool = False
     attention_bias: bool = False
+    qk_norm: bool = False  # an RMSNorm on each query and key before its rotation (Qwen3)
     dtype: str = "float32"
     target: str = ""
 
@@ -238,6 +239,7 @@ class HeadConfig:
             "dtype": value.get("dtype") or value.get("torch_dtype") or "float32",
             "target": own.get("target", ""),
             "fc_bias": bool(own.get("fc_bias", value.get("bias", False))),
+            "qk_norm": bool(own.get("qk_norm", False)),
             "sliding_window": value.get("sliding_window") if "layer_types" in value else None,
         }
         if kind == "eagle3":

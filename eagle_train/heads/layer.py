@@ -27,16 +27,18 @@ class Attention(nn.Module):
         self.k_proj = nn.Linear(width, config.num_key_value_heads * hd, bias=bias)
         self.v_proj = nn.Linear(width, config.num_key_value_heads * hd, bias=bias)
         self.o_proj = nn.Linear(config.num_attention_heads * hd, config.hidden_size, bias=bias)
+        self.q_norm = RMSNorm(hd, config.rms_norm_eps) if config.qk_norm else nn.Identity()
+        self.k_norm = RMSNorm(hd, config.rms_norm_eps) if config.qk_norm else nn.Identity()
 
     def forward(
         self, x: Tensor, angles: tuple[Tensor, Tensor], attend: Attend, rows: Tensor | None
     ) -> Tensor:
         cos, sin = angles
-        k = rotate(self._heads(self.k_proj(x)), cos, sin)
+        k = rotate(self.k_norm(self._heads(self.k_proj(x))), cos, sin)
         v = self._heads(self.v_proj(x))
         if rows is not None:
             x, cos, sin = x[rows], cos[rows], sin[rows]
-        q = rotate(self._heads(self.q_proj(x)), cos, sin)
+        q = rotate(self.q_norm(self._heads(self.q_proj(x))), cos, sin)
         return self.o_proj(attend(self.index, q, k, v).flatten(-2))
 
     def _heads(self, x: Tensor) -> Tensor:

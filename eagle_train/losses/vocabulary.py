@@ -1,8 +1,9 @@
-"""Soft cross-entropy against the target over the draft vocabulary, with its gradient in the same pass.
+"""The loss over the draft vocabulary, with its gradient in the same pass.
 
-loss[r] = - sum_v p[v] log q[v], p the target's distribution restricted to the draft vocabulary and
-renormalised, q the head's. Logits live only for a chunk of rows: while they do, the chunk's loss, its
-hits and its gradients are taken, so nothing is recomputed and memory does not grow with R.
+p is the target's distribution restricted to the draft vocabulary and renormalised, q the head's; which
+divergence between them is minimised is a choice (divergences.py). Logits live only for a chunk of rows:
+while they do, the chunk's loss, its hits and its gradients are taken, so nothing is recomputed and memory
+does not grow with R.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor
 
 from eagle_train.heads.precision import wide
+from eagle_train.losses.divergences import DIVERGENCES, Divergence, count_top_more, weighted_cross_entropy
 
 if TYPE_CHECKING:
     from eagle_train.shards.frozen_target import FrozenTarget
@@ -45,14 +47,16 @@ def vocabulary_loss(
     best: Tensor,  # [R] int64, the target's first choice as a draft id
     row_weight: Tensor,  # [R] float32
     own_map: bool = True,  # False: the head's logits go through the target's bias, scale and cap (EAGLE-1)
+    divergence: str = "cross_entropy",  # a key of DIVERGENCES
+    top_k: tuple[int, float] | None = None,  # with cross-entropy: the k top tokens count 1 + weight times
 ) -> VocabularyLoss:
-    """Return the weighted sum of soft cross-entropies, each row's own, and which rows hit.
+    """Return the weighted sum of row losses, each row's own, and which rows hit.
 
     Under autocast the products run in its dtype, everything else in float32.
     """
     order = label.argsort(stable=True)  # rows that share a label together: its distribution is made once
     loss, rows, hits = _Loss.apply(
-        hidden, weight, target, label_last, label, best, row_weight, order, own_map
+        hidden, weight, target, label_last, label, best, row_weight, order, own_map, divergence, top_k
     )
     return VocabularyLoss(loss, rows, hits)
 
@@ -70,6 +74,8 @@ class _Loss(torch.autograd.Function):
         row_weight: Tensor,
         order: Tensor,
         own_map: bool,
+        divergence: str,
+        top_k: tuple[int, float] | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         device, num_rows, width = hidden.device, len(hidden), len(weight)
         autocast = torch.is_autocast_enabled(device.type)
@@ -85,6 +91,8 @@ class _Loss(torch.autograd.Function):
         buffer = torch.empty((size, width), dtype=dtype, device=device)  # once: fresh memory is slow
         scratch = torch.empty((3, min(size, max(1, _BLOCK // width)), width), dtype=sums, device=device)
         output = weight.to(dtype)
+        assert top_k is None or divergence == "cross_entropy"
+        measure = weighted_cross_entropy if top_k else DIVERGENCES[divergence]
         with torch.autocast(device.type, enabled=False):
             for at in order.split(size) if num_rows else ():
                 inputs = hidden.index_select(0, at).to(dtype)  # [c, H]
@@ -92,7 +100,9 @@ class _Loss(torch.autograd.Function):
                 labels, which = torch.unique_consecutive(label[at], return_inverse=True)
                 teacher = target.logits(label_last.index_select(0, labels))  # [labels, D]
                 through = None if own_map else target
-                rows[at], hits[at] = _blocks(logits, teacher, which, best[at], through, scratch)
+                rows[at], hits[at] = _blocks(
+                    logits, teacher, which, best[at], through, scratch, measure, top_k
+                )
                 scale = row_weight[at, None]
                 if dhidden is not None:
                     dhidden.index_copy_(0, at, (logits @ output).mul_(scale).to(hidden.dtype))
@@ -109,7 +119,7 @@ class _Loss(torch.autograd.Function):
             for x in found:
                 if x is not None:
                     x.mul_(gradient.to(x.dtype))
-        return *found, None, None, None, None, None, None, None
+        return (*found, *[None] * 9)
 
 
 def _blocks(
@@ -119,6 +129,8 @@ def _blocks(
     best: Tensor,
     through: FrozenTarget | None,
     scratch: Tensor,
+    measure: Divergence,
+    top_k: tuple[int, float] | None,
 ) -> tuple[Tensor, Tensor]:
     """Return row losses and hits of a chunk, and leave d(row loss)/d(product) in `logits` [c, D].
 
@@ -133,12 +145,13 @@ def _blocks(
         torch.softmax(scores, -1, out=q)
         first, last = int(index[0]), int(index[-1])
         p = wide(teacher[first : last + 1]).softmax(-1)  # of the few labels that these rows share
+        if top_k is not None:
+            p = count_top_more(p, *top_k)
         torch.index_select(p, 0, index - first, out=wanted)
         top = scores.amax(-1)
         hits.append(scores.gather(-1, choice[:, None])[:, 0] == top)
         lse = top - q.amax(-1).log()  # the largest probability is never small
-        rows.append(lse - scores.mul_(wanted).sum(-1))
-        q.sub_(wanted)
+        rows.append(measure(scores, q, wanted, lse))
         z.copy_(q if slope is None else q.mul_(slope))
     return torch.cat(rows), torch.cat(hits)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -16,10 +16,11 @@ from eagle_train.heads.disk import Head, build_head
 from eagle_train.heads.draft_vocab import choose_draft_ids, coverage
 from eagle_train.heads.eagle1 import Eagle1Head
 from eagle_train.heads.eagle3 import Eagle3Head
-from eagle_train.shards.schema import holds_all_last, holds_aux
+from eagle_train.shards.schema import holds_feature_of
 from eagle_train.training.checkpoints import head_folder, read_head
 from eagle_train.training.eagle1_step import Eagle1Step
 from eagle_train.training.eagle3_step import Eagle3Step
+from eagle_train.training.target_layer import start_from_layer
 
 if TYPE_CHECKING:
     from eagle_train.shards.frozen_target import FrozenTarget
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
 def check_shards(recipe: Recipe, shards: Shards) -> None:
     """Raise UserError where the shards do not hold what the recipe's head reads."""
     kind, features = recipe.head.kind, shards.info["features"]
-    if not (holds_aux(features) if kind == "eagle3" else holds_all_last(features)):
+    if not holds_feature_of(kind, features):
         raise UserError(
             f"{shards.folder}: features of {features}; recipe {recipe.name} trains {kind}. "
             f"Re-run: eagle extract --for {kind}"
@@ -60,6 +61,7 @@ def wanted_config(recipe: Recipe, shards: Shards, frozen: FrozenTarget) -> HeadC
         intermediate_size=settings.intermediate_size,
         fc_norm=settings.fc_norm,
         norm_output=settings.norm_output,
+        qk_norm=settings.qk_norm,
         target=str(shards.info["target"]["name"]),
     )
 
@@ -68,7 +70,7 @@ def new_head(recipe: Recipe, shards: Shards, frozen: FrozenTarget) -> Head:
     """Return a head with random weights of the recipe's seed.
 
     Its draft vocabulary is the tokens most often supervised in the shards, its lm_head starts from the
-    target's rows.
+    target's rows, its first layer from the target's where the recipe says so.
     """
     config = wanted_config(recipe, shards, frozen)
     draft_ids = None
@@ -82,6 +84,8 @@ def new_head(recipe: Recipe, shards: Shards, frozen: FrozenTarget) -> Head:
     if isinstance(head, Eagle3Head) and head.lm_head.weight.shape[1] == frozen.hidden_size:
         with torch.no_grad():
             head.lm_head.weight.copy_(frozen.lm_head[head.draft_ids].float() * frozen.logit_scale)
+    if recipe.head.init_layer is not None:
+        start_from_layer(head, shards, recipe.head.init_layer)
     return head.float()
 
 
@@ -92,27 +96,35 @@ def warm_head(source: str | Path, recipe: Recipe, shards: Shards, frozen: Frozen
     """
     head = read_head(head_folder(source))
     wanted = wanted_config(recipe, shards, frozen)
-    have = head.config
+    have = dataclasses.replace(head.config, dtype=wanted.dtype, target=wanted.target)
     if not have.feature_layers:  # a foreign config without ids: engines take the default layers
         have = dataclasses.replace(have, feature_layers=have.layers_for(int(shards.info["num_layers"])))
     for field in dataclasses.fields(HeadConfig):
         found, asked = getattr(have, field.name), getattr(wanted, field.name)
-        if field.name not in ("dtype", "target", "max_position_embeddings") and found != asked:
+        if field.name != "max_position_embeddings" and found != asked:
             raise UserError(
                 f"--init-from {source}: {field.name} {found}; recipe {recipe.name} on these shards wants "
                 f"{asked}. Give another head, or set the recipe to the head's"
             )
+    head.config = have
     return head
 
 
 def head_step(head: Head, frozen: FrozenTarget, recipe: Recipe) -> Eagle1Step | Eagle3Step:
     """Return the module whose forward gives the loss of a packed batch."""
     loss = recipe.loss
+    token_weight = loss.token_weight if isinstance(head, Eagle1Head) else 1.0
+    shared: dict[str, Any] = {
+        "num_steps": loss.ttt_steps,
+        "step_decay": loss.step_decay,
+        "divergence": loss.divergence,
+        "top_k": (loss.top_k, loss.top_k_weight / token_weight) if loss.top_k_weight else None,
+    }
     if isinstance(head, Eagle1Head):  # the loader adds the noise, row by row
         return Eagle1Step(
-            head, frozen, feature_weight=loss.feature_weight, token_weight=loss.token_weight, noise=0.0
+            head, frozen, feature_weight=loss.feature_weight, token_weight=loss.token_weight, **shared
         )
-    return Eagle3Step(head, frozen, num_steps=loss.ttt_steps, step_decay=loss.step_decay)
+    return Eagle3Step(head, frozen, **shared)
 
 
 def vocabulary_coverage(head: Head, shards: Shards) -> float:

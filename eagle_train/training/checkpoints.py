@@ -4,25 +4,30 @@
                                    trainer.safetensors (optimizer), trainer.json (written last)
     run/best, run/last             links to two of them
 
-A checkpoint is written under a temporary name and renamed, so one that has its name is whole; sizes are
-compared besides, against half-copied folders. Resuming takes the newest whole one.
+A checkpoint is written under a temporary name and renamed, so one that has its name is whole. Its record
+holds every file's SHA-256 besides: resuming takes the newest checkpoint whose files are what was written.
 """
 
 from __future__ import annotations
 
-import contextlib
 import os
 import shutil
+import sys
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
+from typing import Any
 
+from torch import Tensor
+
+from eagle_train.distributed import is_main
 from eagle_train.errors import UserError
 from eagle_train.heads.disk import CONFIG, WEIGHTS, Head, load_head, save_head
-from eagle_train.io import load_tensors, make_folder, os_error, read_json, save_tensors, write_json
-from eagle_train.training.optim import Optimizers
+from eagle_train.heads.foreign import FILES
+from eagle_train.io import make_folder, os_error, read_json, save_tensors, sha256_file, write_json
 
 FOLDER, TENSORS, RECORD = "checkpoints", "trainer.safetensors", "trainer.json"
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 
 
 @dataclass
@@ -34,25 +39,29 @@ class State:
     seconds: float = 0.0  # on the clock, over all its sessions
     skipped: int = 0  # steps whose gradient was not finite
     tau: float | None = None  # of the latest evaluation
+    evaluated_step: int | None = None  # the step of that evaluation
     best_tau: float | None = None
     best_step: int | None = None
+    num_worse: int = 0  # evaluations since the best
 
 
-def save_checkpoint(run: Path, head: Head, optimizers: Optimizers, state: State) -> Path:
-    """Write everything at this step and point ``last`` (and ``best`` where this is it) to it.
+def save_checkpoint(run: Path, head: Head, trainer: Mapping[str, Tensor], state: State) -> Path:
+    """Write the head and the `trainer`'s tensors at this step; point ``last`` (and ``best``) to it.
 
-    Returns the folder. Raises UserError, leaving nothing, when it cannot be written.
+    Where this step is on disk already only its record is written anew. Returns the folder. Raises
+    UserError, leaving nothing, when it cannot be written.
     """
     final = folder_of(run, state.step)
-    if not is_whole(final):
+    if fault_of(final) is None:
+        write_json(final / RECORD, _record(state, read_record(final)[1]))
+    else:
         temporary = final.with_name(f".{final.name}.{os.getpid()}.tmp")
         try:
             make_folder(temporary)
             save_head(head, temporary)
-            save_tensors(temporary / TENSORS, optimizers.state())
-            sizes = {name: (temporary / name).stat().st_size for name in (CONFIG, WEIGHTS, TENSORS)}
-            record = {"format_version": FORMAT_VERSION, "state": asdict(state), "files": sizes}
-            write_json(temporary / RECORD, record)
+            save_tensors(temporary / TENSORS, trainer)
+            digests = {name: sha256_file(temporary / name) for name in (CONFIG, WEIGHTS, TENSORS)}
+            write_json(temporary / RECORD, _record(state, digests))
             if final.exists():  # a damaged copy
                 shutil.rmtree(final)
             os.replace(temporary, final)
@@ -64,66 +73,97 @@ def save_checkpoint(run: Path, head: Head, optimizers: Optimizers, state: State)
     return final
 
 
-def load_checkpoint(folder: Path, optimizers: Optimizers) -> State:
-    """Load optimizer and position from a checkpoint (its head: `read_head`). Raises UserError.
+def load_state(folder: Path) -> State:
+    """Return where the run stood at a checkpoint. Raises UserError.
 
     Where the best checkpoint is gone, the next evaluation chooses anew.
     """
-    record = read_json(folder / RECORD, "choose another checkpoint")
-    tensors, _ = load_tensors(folder / TENSORS)
-    optimizers.load(tensors, str(folder / TENSORS))
-    known = {field.name for field in fields(State)}
-    state = State(**{key: value for key, value in record["state"].items() if key in known})
-    if state.best_step is not None and not is_whole(folder.with_name(_name(state.best_step))):
-        state.best_step = state.best_tau = None
+    state, _ = read_record(folder)
+    if state.best_step is not None and fault_of(folder.with_name(_name(state.best_step))) is not None:
+        state.best_step, state.best_tau, state.num_worse = None, None, 0
     return state
 
 
 def newest(run: Path) -> Path | None:
-    """Return the whole checkpoint of the highest step, None without one."""
-    whole = [folder for folder in _folders(run) if is_whole(folder)]
-    return whole[-1] if whole else None
+    """Return the newest checkpoint whose files are what was written, None where there is none at all.
 
-
-def is_whole(folder: Path) -> bool:
-    """True when the record is there and every file has the size it names."""
-    if not (folder / RECORD).is_file():
-        return False
-    with contextlib.suppress(UserError, OSError, AttributeError):
-        record = read_json(folder / RECORD, "")
-        return record.get("format_version") == FORMAT_VERSION and all(
-            (folder / name).stat().st_size == size for name, size in record["files"].items()
+    Damaged ones on the way to it are named on stderr. Raises UserError where all are damaged.
+    """
+    faults: list[str] = []
+    for folder in reversed(_folders(run)):
+        fault = fault_of(folder)
+        if fault is None:
+            if faults and is_main():
+                print(f"{run}: going on from {folder.name}: {'; '.join(faults)}", file=sys.stderr)
+            return folder
+        faults.append(f"{folder.name} is damaged ({fault})")
+    if faults:
+        raise UserError(
+            f"{run}: no checkpoint is whole: {'; '.join(faults)}; remove {run / FOLDER} to start anew"
         )
-    return False
+    return None
+
+
+def fault_of(folder: Path) -> str | None:
+    """Return what is wrong with a checkpoint, None where every file is what its record says."""
+    try:
+        _, digests = read_record(folder)
+        for name, digest in digests.items():
+            if not (folder / name).is_file():
+                return f"{name} is missing"
+            if sha256_file(folder / name) != digest:
+                return f"{name} is not what was written"
+    except (UserError, OSError) as error:
+        return str(error).removeprefix(f"{folder}{os.sep}")
+    return None
+
+
+def read_record(folder: Path) -> tuple[State, dict[str, str]]:
+    """Return trainer.json's position and its files' SHA-256. Raises UserError naming what is wrong."""
+    where = folder / RECORD
+    record = read_json(where, "choose another checkpoint")
+    if record.get("format_version") != FORMAT_VERSION:
+        raise UserError(f"{where}: format version {record.get('format_version')}, wanted {FORMAT_VERSION}")
+    state, files = record.get("state"), record.get("files")
+    if not isinstance(state, dict) or not isinstance(files, dict) or not {CONFIG, WEIGHTS} <= files.keys():
+        raise UserError(f"{where}: lacks its state or its files; choose another checkpoint")
+    for field in fields(State):
+        value, wanted = state.get(field.name), str(field.type)
+        fits = type(value) is int or ("float" in wanted and type(value) is float)
+        if not fits and not (value is None and "None" in wanted and field.name in state):
+            raise UserError(f"{where}: {field.name}: got {value!r}, wanted {wanted}")
+    return State(**{field.name: state[field.name] for field in fields(State)}), files
 
 
 def prune(run: Path, keep_last: int, state: State) -> None:
-    """Delete all but the newest `keep_last` checkpoints and the best; leftovers of killed writes too."""
-    whole = [folder for folder in _folders(run) if is_whole(folder)]
+    """Delete all but the newest `keep_last` checkpoints and the best."""
     best = folder_of(run, state.best_step) if state.best_step is not None else None
-    for folder in whole[:-keep_last]:
+    for folder in [f for f in _folders(run) if (f / RECORD).is_file()][:-keep_last]:
         if folder != best:
             shutil.rmtree(folder, ignore_errors=True)
 
 
-def sweep(run: Path) -> None:
-    """Delete what killed writers left under temporary names."""
+def sweep(run: Path, step: int) -> None:
+    """Delete what killed writers left under temporary names, and damaged checkpoints past `step`."""
     for leftover in (run / FOLDER).glob(".step-*.tmp"):
         shutil.rmtree(leftover, ignore_errors=True)
+    for folder in _folders(run):
+        if _step(folder) > step:
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def point(run: Path, state: State) -> None:
     """Let ``last`` and ``best`` lead to the checkpoints that `state` names."""
     best = state.step if state.best_step is None else state.best_step
     for name, step in (("last", state.step), ("best", best)):
-        if is_whole(folder_of(run, step)):
-            _link(run / name, Path(FOLDER) / folder_of(run, step).name)
+        if (folder_of(run, step) / RECORD).is_file():
+            _link(run / name, Path(FOLDER) / _name(step))
 
 
 def head_folder(path: str | Path) -> Path:
     """Return the head directory behind a run (its best) or a head directory; UserError otherwise."""
     for folder in (Path(path), Path(path) / "best"):
-        if (folder / CONFIG).is_file() and (folder / WEIGHTS).is_file():
+        if (folder / CONFIG).is_file() and any((folder / name).is_file() for name in FILES):
             return folder
     raise UserError(f"{path}: holds neither {CONFIG} and {WEIGHTS} nor a run's best; wanted a head or a run")
 
@@ -131,6 +171,15 @@ def head_folder(path: str | Path) -> Path:
 def read_head(folder: Path) -> Head:
     """Load a head with float32 weights, as training wants them."""
     return load_head(folder).float()
+
+
+def folder_of(run: Path, step: int) -> Path:
+    """Return the folder of the checkpoint after `step` steps."""
+    return run / FOLDER / _name(step)
+
+
+def _record(state: State, digests: dict[str, str]) -> dict[str, Any]:
+    return {"format_version": FORMAT_VERSION, "state": asdict(state), "files": digests}
 
 
 def _link(link: Path, to: Path) -> None:
@@ -144,16 +193,15 @@ def _link(link: Path, to: Path) -> None:
         raise os_error(link, error) from error
 
 
-def folder_of(run: Path, step: int) -> Path:
-    """Return the folder of the checkpoint after `step` steps."""
-    return run / FOLDER / _name(step)
-
-
 def _name(step: int) -> str:
     return f"step-{step:06d}"
+
+
+def _step(folder: Path) -> int:
+    return int(folder.name.removeprefix("step-"))
 
 
 def _folders(run: Path) -> list[Path]:
     """All named checkpoints, whole or not, by step."""
     found = [f for f in (run / FOLDER).glob("step-*") if f.name.removeprefix("step-").isdigit()]
-    return sorted(found, key=lambda folder: int(folder.name.removeprefix("step-")))
+    return sorted(found, key=_step)

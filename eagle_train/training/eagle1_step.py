@@ -1,22 +1,27 @@
 """One training step of an EAGLE-1 head: regress the next feature, and a share of cross-entropy through it.
 
-Source: EAGLE (arXiv 2401.15077), section 3.2; the input noise is the reference code's.
+Source: EAGLE (arXiv 2401.15077), section 3.2; the input noise is the reference code's. With more than one
+step the head also learns from its own predictions at the rows that drafting would give them, as in HASS
+(arXiv 2408.15766).
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
-import torch
 from torch import Tensor, nn
 
 from eagle_train.heads.eagle1 import Eagle1Head
 from eagle_train.heads.ttt import unroll
 from eagle_train.losses.regression import smooth_l1_rows
 from eagle_train.losses.vocabulary import vocabulary_loss
-from eagle_train.training.step_result import StepResult, nothing_counted
-from eagle_train.training.teacher import Teacher
+from eagle_train.training.step_result import (
+    CountedRows,
+    StepResult,
+    nothing_counted,
+    per_step,
+    step_weights,
+)
 
 if TYPE_CHECKING:
     from eagle_train.shards.batches import PackedBatch
@@ -26,72 +31,63 @@ _NOISE_LENGTH = 512  # the sequence length at which the noise has its nominal am
 
 
 class Eagle1Step(nn.Module):
-    """Computes the loss of one micro-batch. The head is its only trainable part.
-
-    The noise has its own random generator, `noise_generator`, so that it neither disturbs nor depends on
-    any other randomness; a loop that must resume exactly seeds it before each batch.
-    """
-
-    num_steps = 1
+    """Computes the loss of one micro-batch. The head is its only trainable part."""
 
     def __init__(
         self,
         head: Eagle1Head,
         frozen: FrozenTarget,
         *,
+        num_steps: int = 1,
+        step_decay: float = 1.0,
         feature_weight: float = 1.0,
         token_weight: float = 0.1,
-        noise: float = 0.1,
-        noise_seed: int = 0,
+        divergence: str = "cross_entropy",
+        top_k: tuple[int, float] | None = None,
     ) -> None:
         super().__init__()
-        self.head, self.frozen, self.teacher = head, frozen, Teacher(frozen)
-        self.feature_weight, self.token_weight, self.noise = feature_weight, token_weight, noise
-        self.noise_generator = torch.Generator().manual_seed(noise_seed)
+        self.head, self.frozen = head, frozen
+        self.num_steps, self.step_decay = num_steps, step_decay
+        self.feature_weight, self.token_weight = feature_weight, token_weight
+        self.divergence, self.top_k = divergence, top_k
 
     def forward(self, batch: PackedBatch, counts: Tensor, counted: Tensor | None = None) -> StepResult:
-        """Return the batch's loss; `counts` [1] are the rows counted in the whole optimizer step.
+        """Return the batch's loss; `counts` [S] are the rows counted in the whole optimizer step.
 
-        `counted` [1, C] bool narrows which entries of batch.rows count.
+        `counted` [S, C] bool narrows which entries of batch.rows count.
         """
-        if self.training and self.noise > 0:
-            batch = with_noise(batch, self.noise, self.noise_generator)
-        step = next(iter(unroll(self.head, self.frozen, batch, 1, counted)), None)
-        if step is None:
-            return nothing_counted(self.head, 1, batch.input_ids.device)
-        label, teacher = batch.label0[step.index], self.teacher()
-        share = (1 / counts[0].clamp(min=1)).float()
-        feature_loss = smooth_l1_rows(step.out, batch.label_last[label])  # [C]
+        steps = list(unroll(self.head, self.frozen, batch, self.num_steps, counted))
+        if not steps:
+            return nothing_counted(self.head, self.num_steps, batch.input_ids.device)
+        found = CountedRows.of(steps, batch, self.num_steps)
+        row_weight = step_weights(counts, self.step_decay)[found.step]
+        feature_rows = self.feature_weight * smooth_l1_rows(found.out, batch.label_last[found.label])  # [R]
         token_loss = vocabulary_loss(
-            step.out,
-            teacher.lm_head,
-            teacher,
+            found.out,
+            self.frozen.lm_head,
+            self.frozen,
             batch.label_last,
-            label,
-            batch.label_argmax[label],
-            (self.token_weight * share).expand(len(label)),
+            found.label,
+            batch.label_argmax[found.label],
+            self.token_weight * row_weight,
             own_map=False,
+            divergence=self.divergence,
+            top_k=self.top_k,
         )
-        sums = self.feature_weight * feature_loss.detach().sum() + self.token_weight * token_loss.rows.sum()
+        rows = feature_rows.detach() + self.token_weight * token_loss.rows
         return StepResult(
-            self.feature_weight * feature_loss.sum() * share + token_loss.loss,
-            sums[None],
-            token_loss.hits.sum()[None],
-            torch.tensor([len(label)], device=counts.device),
+            (feature_rows * row_weight).sum() + token_loss.loss,
+            per_step(rows, found.step, self.num_steps),
+            per_step(token_loss.hits.long(), found.step, self.num_steps),
+            found.rows,
         )
-
-
-def with_noise(batch: PackedBatch, amplitude: float, generator: torch.Generator) -> PackedBatch:
-    """Return the batch with uniform noise in (-amplitude, amplitude) * 512 / L added to its features.
-
-    L is the length of each document.
-    """
-    uniform = torch.rand(batch.feature.shape, generator=generator).to(batch.feature.device)
-    return replace(batch, feature=noisy(batch.feature, uniform, batch.row_starts, amplitude))
 
 
 def noisy(feature: Tensor, uniform: Tensor, row_starts: Tensor, amplitude: float) -> Tensor:
-    """Return feature [N, H] plus noise made of `uniform` [N, H] in [0, 1)."""
+    """Return feature [N, H] plus noise in (-amplitude, amplitude) * 512 / L, L each document's length.
+
+    `uniform` [N, H] in [0, 1) is what the noise is made of.
+    """
     lengths = row_starts.diff()
     scale = (2 * amplitude * _NOISE_LENGTH / lengths).repeat_interleave(lengths)  # [N]
     return feature + ((uniform - 0.5) * scale[:, None]).to(feature.dtype)

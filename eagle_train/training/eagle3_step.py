@@ -13,8 +13,13 @@ from torch import Tensor, nn
 from eagle_train.heads.eagle3 import Eagle3Head
 from eagle_train.heads.ttt import unroll
 from eagle_train.losses.vocabulary import vocabulary_loss
-from eagle_train.training.step_result import StepResult, nothing_counted, per_step
-from eagle_train.training.teacher import Teacher
+from eagle_train.training.step_result import (
+    CountedRows,
+    StepResult,
+    nothing_counted,
+    per_step,
+    step_weights,
+)
 
 if TYPE_CHECKING:
     from eagle_train.shards.batches import PackedBatch
@@ -25,12 +30,20 @@ class Eagle3Step(nn.Module):
     """Computes the loss of one micro-batch. The head is its only trainable part."""
 
     def __init__(
-        self, head: Eagle3Head, frozen: FrozenTarget, *, num_steps: int = 7, step_decay: float = 0.8
+        self,
+        head: Eagle3Head,
+        frozen: FrozenTarget,
+        *,
+        num_steps: int = 7,
+        step_decay: float = 0.8,
+        divergence: str = "cross_entropy",
+        top_k: tuple[int, float] | None = None,
     ) -> None:
         super().__init__()
         self.head, self.frozen = head, frozen
         self.num_steps, self.step_decay = num_steps, step_decay
-        self.teacher = Teacher(frozen.restrict(head.draft_ids))  # draft-vocabulary rows of the output map
+        self.divergence, self.top_k = divergence, top_k
+        self.teacher = frozen.restrict(head.draft_ids)  # draft-vocabulary rows of the output map
         draft_of = torch.full((head.config.vocab_size,), -1, dtype=torch.int64)
         draft_of[head.draft_ids.cpu()] = torch.arange(len(head.draft_ids))
         self.draft_of = draft_of.to(head.draft_ids.device)  # [V], draft id of each target id, -1 outside
@@ -44,27 +57,24 @@ class Eagle3Step(nn.Module):
         steps = list(unroll(self.head, self.frozen, batch, self.num_steps, counted))
         if not steps:
             return nothing_counted(self.head, self.num_steps, batch.input_ids.device)
-        outs = [s.out if s.counted is None else s.out[s.counted] for s in steps]
-        index = [s.index if s.counted is None else s.index[s.counted] for s in steps]
-        rows = torch.tensor([len(entry) for entry in index], device=counts.device)
-        rows = nn.functional.pad(rows, (0, self.num_steps - len(rows)))  # [S]
-        step = torch.arange(self.num_steps, device=rows.device).repeat_interleave(rows)  # [R]
-        label = torch.cat([batch.label0[entry] for entry in index]) + step
-        best = self.draft_of[batch.label_argmax[label]]
+        found = CountedRows.of(steps, batch, self.num_steps)
+        best = self.draft_of[batch.label_argmax[found.label]]
         kept = (best >= 0).nonzero().flatten()
-        weight = self.step_decay ** torch.arange(self.num_steps, device=rows.device) / counts.clamp(min=1)
+        step = found.step[kept]
         result = vocabulary_loss(
-            self.head.final(torch.cat(outs)[kept]),
+            self.head.final(found.out[kept]),
             self.head.lm_head.weight,
-            self.teacher(),
+            self.teacher,
             batch.label_last,
-            label[kept],
+            found.label[kept],
             best[kept],
-            weight.float()[step[kept]],
+            step_weights(counts, self.step_decay)[step],
+            divergence=self.divergence,
+            top_k=self.top_k,
         )
         return StepResult(
             result.loss,
-            per_step(result.rows, step[kept], self.num_steps),
-            per_step(result.hits.long(), step[kept], self.num_steps),
-            rows,
+            per_step(result.rows, step, self.num_steps),
+            per_step(result.hits.long(), step, self.num_steps),
+            found.rows,
         )

@@ -17,12 +17,10 @@ from typing import Any
 from eagle_train.config import Recipe
 from eagle_train.progress import Progress, progress
 from eagle_train.training.interrupt import Interrupt
-from eagle_train.training.loader import Micro, ReadAhead
+from eagle_train.training.loader import ReadAhead
 from eagle_train.training.metrics import Log, Meter, evaluated, note
-from eagle_train.training.optim import lr_factor
 from eagle_train.training.processes import join_processes
 from eagle_train.training.session import Session, open_session
-from eagle_train.training.step_result import StepResult
 
 
 def train(
@@ -46,7 +44,7 @@ def train(
     show = show and processes.is_main
     if show:
         print(session.describe(), file=sys.stderr)
-    if session.finished:
+    if session.finished and not session.evaluation_due:
         return session.summary()
     left = None if session.num_steps is None else session.num_steps - session.state.step
     with (
@@ -54,44 +52,66 @@ def train(
         closing(Log(session.out, session.state, recipe.to_dict(), wandb, processes.is_main)) as log,
         progress("train", left, "steps", show) as bar,
     ):
-        if session.state.step == 0 and (untrained := session.evaluate(interrupt)):
-            session.state.tau = untrained.tau
-            log.write({"epoch": 0, **evaluated(untrained)})
-        done = _loop(session, interrupt, log, bar)
+        done = _catch_up(session, interrupt, log) and _loop(session, interrupt, log, bar)
     if not done:
         if processes.is_main:
-            step = f"{session.state.step:,}"
-            print(f"{out}: saved at step {step}; the same command again goes on from there", file=sys.stderr)
+            step = session.state.step
+            saved = f"saved at step {step:,}" if step else "stopped before the first step"
+            print(f"{out}: {saved}; the same command again goes on from there", file=sys.stderr)
         raise KeyboardInterrupt
     return session.summary()
 
 
+def _catch_up(session: Session, interrupt: Interrupt, log: Log) -> bool:
+    """Make the evaluation due where the run stands: the untrained head's, or one that was cut short.
+
+    Returns False when interrupted.
+    """
+    if session.evaluation_due:
+        found = session.evaluate(interrupt)
+        if found is None:
+            return False
+        session.judge(found)
+        log.write({"epoch": session.epoch, **evaluated(found)})
+        if session.state.step > 0:
+            session.save()
+    return True
+
+
 def _loop(session: Session, interrupt: Interrupt, log: Log, bar: Progress) -> bool:
     """Train until the budget is used up; return False where interrupted before, with all saved."""
-    processes, state, run = session.processes, session.state, session.recipe.run
+    processes, engine, state, run = session.processes, session.engine, session.state, session.recipe.run
     meter = Meter(session.loader.num_steps, processes.device)
     begun = time.monotonic() - state.seconds
     stop, words = False, ""
+    if session.finished:
+        return True
     with closing(ReadAhead(session.loader.training(session.windows()))) as micros:
         for micro in micros:
-            meter.add(_accumulate(session, micro))
+            batch, counts = micro.batch.to(processes.device), micro.counts.to(processes.device)
+            meter.add(engine.accumulate(batch, counts, micro.closes))
             if not micro.closes:
                 continue
-            lr, norm = _update(session)
+            factor = session.lr_factor
+            norm = engine.update(factor)
+            if not math.isfinite(norm):
+                session.count_skipped()
             state.step += 1
             state.tokens += micro.window.tokens
             meter.close_window(micro.window.tokens, taken=math.isfinite(norm))
             state.seconds, stop = processes.agree(time.monotonic() - begun, interrupt.asked)
-            end = stop or session.finished
 
             found = None
-            if not stop and (end or state.step % run.eval_every == 0):
+            if not stop and session.evaluation_due:
                 with meter.paused():
                     found = session.evaluate(interrupt)
+                stop = found is None
             better = found is not None and session.judge(found)
+            end = stop or session.finished
             save = better or end or state.step % run.save_every == 0
             if save or found or state.step % run.log_every == 0:
                 report = meter.take(processes, micros.waited)
+                lr = session.recipe.optim.lr * factor
                 log.write(
                     {"epoch": micro.window.epoch, **report, "lr": lr, "grad_norm": norm, **evaluated(found)}
                 )
@@ -103,25 +123,3 @@ def _loop(session: Session, interrupt: Interrupt, log: Log, bar: Progress) -> bo
             if end:
                 break
     return not stop
-
-
-def _accumulate(session: Session, micro: Micro) -> StepResult:
-    """Add one micro-batch's gradient to the window's."""
-    processes = session.processes
-    with processes.gradients(session.step, synchronise=micro.closes):
-        with session.autocast():
-            result = session.step(micro.batch.to(processes.device), micro.counts.to(processes.device))
-        (result.loss * processes.world).backward()  # processes average gradients; the sum is wanted
-    return result
-
-
-def _update(session: Session) -> tuple[float, float]:
-    """Take the optimizer step, unless the gradient is not finite; return its learning rate and norm."""
-    factor = lr_factor(session.recipe.schedule, session.state.step, session.num_steps, session.time_share)
-    norm = session.optimizers.clip()
-    if math.isfinite(norm):
-        session.optimizers.step(factor)
-    else:
-        session.count_skipped()
-    session.optimizers.zero()
-    return session.recipe.optim.lr * factor, norm

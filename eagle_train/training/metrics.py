@@ -23,7 +23,6 @@ from eagle_train.training.processes import Processes
 from eagle_train.training.step_result import StepResult
 
 FILE = "metrics.jsonl"
-WANDB_MODES = ("online", "offline", "disabled")
 
 
 class Meter:
@@ -74,7 +73,7 @@ class Meter:
 
 
 class Log:
-    """Appends one JSON object a line to metrics.jsonl, and sends the same to wandb where asked.
+    """Writes one JSON object a step to metrics.jsonl, and sends the same to wandb where asked.
 
     On processes other than the main one it does nothing.
     """
@@ -83,21 +82,31 @@ class Log:
         self._file, self._state, self._on = run / FILE, state, on
         self._wandb: Any = None
         if on:
-            self._keep(state.step)
+            self._lines = [line for line in read_metrics(run) if line["step"] <= state.step]
+            self._rewrite()  # without lines past the step that the run goes on from, or a half-written one
             self._wandb = _start_wandb(run, config, wandb) if wandb else None
 
     def write(self, values: dict[str, Any]) -> None:
-        """Append one line with the run's position; UserError where the disk does not take it."""
+        """Write a line with the run's position; one of the same step is added to.
+
+        Raises UserError where the disk does not take it.
+        """
         if not self._on:
             return
         state = self._state
         line = {"step": state.step, "tokens": state.tokens, "seconds": round(state.seconds, 2), **values}
         line = {key: None if _not_finite(value) else value for key, value in line.items()}
-        try:
-            with open(self._file, "a", encoding="utf-8") as handle:
-                handle.write(json.dumps({**line, "skipped": state.skipped}) + "\n")
-        except OSError as error:
-            raise os_error(self._file, error) from error
+        line["skipped"] = state.skipped
+        if self._lines and self._lines[-1]["step"] == state.step:
+            self._lines[-1] |= line
+            self._rewrite()
+        else:
+            self._lines.append(line)
+            try:
+                with open(self._file, "a", encoding="utf-8") as handle:
+                    handle.write(json.dumps(line) + "\n")
+            except OSError as error:
+                raise os_error(self._file, error) from error
         if self._wandb is not None:
             self._wandb.log(_flat(line), step=state.step)
 
@@ -106,12 +115,9 @@ class Log:
         if self._wandb is not None:
             self._wandb.finish()
 
-    def _keep(self, up_to_step: int) -> None:
-        """Drop lines past the step that the run goes on from, and a half-written last one."""
-        if not self._file.exists():
-            return
-        kept = [json.dumps(line) for line in read_metrics(self._file.parent) if line["step"] <= up_to_step]
-        write_text(self._file, "".join(line + "\n" for line in kept))
+    def _rewrite(self) -> None:
+        if self._lines or self._file.exists():
+            write_text(self._file, "".join(json.dumps(line) + "\n" for line in self._lines))
 
 
 def read_metrics(run: Path) -> list[dict[str, Any]]:

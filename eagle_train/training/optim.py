@@ -108,5 +108,10 @@ def lr_factor(schedule: ScheduleRecipe, step: int, num_steps: int | None, time_s
     done = max(0.0, min(1.0, time_share))
     if num_steps is not None and step > schedule.warmup_steps:
         done = max(done, (step - schedule.warmup_steps) / max(1, num_steps - schedule.warmup_steps))
-    left = {"cosine": 0.5 * (1 + math.cos(math.pi * done)), "linear": 1 - done, "constant": 1.0}
+    left = {
+        "cosine": 0.5 * (1 + math.cos(math.pi * done)),
+        "linear": 1 - done,
+        "constant": 1.0,
+        "wsd": min(1.0, (1 - done) / schedule.decay_share),
+    }
     return warm * (schedule.final + (1 - schedule.final) * left[schedule.shape])

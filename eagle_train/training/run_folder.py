@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
@@ -19,11 +21,19 @@ from eagle_train.training.checkpoints import newest
 if TYPE_CHECKING:
     from eagle_train.shards.reader import Shards
 
-RECIPE, RECORD = "recipe.yaml", "run.json"
+RECIPE, RECORD, LOCK = "recipe.yaml", "run.json", ".lock"
 # What a run leaves in its folder; anything else there belongs to somebody else.
 _OWN = {RECIPE, RECORD, "metrics.jsonl", "checkpoints", "best", "last", "wandb"}
-# A resumed run may not change these: they decide what the head is and which rows a step sees.
-_FIXED = ("head", "data.tokens_per_step", "data.rows_per_step", "data.held_out", "run.seed")
+# A resumed run may not change these: what the head is, which rows a step sees, what a checkpoint holds.
+_FIXED = (
+    "head.",
+    "data.tokens_per_step",
+    "data.rows_per_step",
+    "data.held_out",
+    "run.seed",
+    "optim.name",
+    "optim.ema",
+)
 
 
 def fingerprint(shards: Shards) -> str:
@@ -31,14 +41,24 @@ def fingerprint(shards: Shards) -> str:
     return f"{shards.info['plan']}-{shards.num_rows}"
 
 
-def lock(out: Path) -> IO[str] | None:
-    """Hold the folder for this process until the file returned is closed; refuse where another has it."""
+@dataclass
+class Lock:
+    """The run folder held for this process as long as `file` is open."""
+
+    file: IO[str]
+    new_file: bool
+    new_folder: bool
+
+
+def lock(out: Path) -> Lock | None:
+    """Hold the folder for this process; refuse where another has it. None where the system has no locks."""
     try:
         import fcntl
-    except ImportError:  # a system without such locks
+    except ImportError:
         return None
+    new_folder, new_file = not out.exists(), not (out / LOCK).exists()
     try:
-        handle = open(make_folder(out) / ".lock", "w")  # noqa: SIM115
+        handle = open(make_folder(out) / LOCK, "w")  # noqa: SIM115
     except OSError as error:
         raise os_error(out, error) from error
     try:
@@ -50,7 +70,19 @@ def lock(out: Path) -> IO[str] | None:
         ) from error
     except OSError:  # a file system without locks
         pass
-    return handle
+    return Lock(handle, new_file, new_folder)
+
+
+def release(out: Path, held: Lock | None) -> None:
+    """Let go of a folder in which nothing was begun; what `lock` made is gone again."""
+    if held is None:
+        return
+    with contextlib.suppress(OSError):
+        if held.new_file:
+            (out / LOCK).unlink()
+        if held.new_folder:
+            out.rmdir()
+    held.file.close()
 
 
 def _names(folder: Path) -> list[str]:
@@ -72,6 +104,10 @@ def decide(
     The same command on a folder that it began in continues there. Other settings need `resume`, and may
     then change anything but the head, the data order and the held-out split.
     """
+    if resume and init_from is not None:
+        raise UserError(
+            f"--resume {out}: goes on from the run's own checkpoint; leave --init-from {init_from} out"
+        )
     found = newest(out)
     if not (out / RECIPE).is_file():
         if resume:

@@ -6,23 +6,22 @@ import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
 
 from eagle_train.config import Recipe
 from eagle_train.errors import UserError
-from eagle_train.heads.disk import Head
 from eagle_train.losses.acceptance import AcceptanceCounts
 from eagle_train.shards.reader import Shards, open_shards
 from eagle_train.shards.sampler import Plan, Window
 from eagle_train.training import build, checkpoints, run_folder
 from eagle_train.training.checkpoints import State
+from eagle_train.training.engine import Engine
 from eagle_train.training.held_out import predict_chain, split
 from eagle_train.training.interrupt import Interrupt
 from eagle_train.training.loader import Loader
-from eagle_train.training.optim import Optimizers
+from eagle_train.training.optim import lr_factor
 from eagle_train.training.processes import Processes, pick_precision
 
 if TYPE_CHECKING:
@@ -36,27 +35,20 @@ class Session:
     processes: Processes
     recipe: Recipe
     out: Path
-    head: Head
     frozen: FrozenTarget
-    step: nn.Module  # gives a batch's loss; gradients are averaged over processes
-    optimizers: Optimizers
+    engine: Engine
     loader: Loader
     plan: Plan
     held_out: list[int]
     num_steps: int | None  # None: by the clock alone
-    dtype: torch.dtype
     state: State = field(default_factory=State)
     facts: dict[str, Any] = field(default_factory=dict)
-    held: IO[str] | None = None  # the lock of the run folder, until this session is gone
+    held: run_folder.Lock | None = None  # the lock of the run folder, until this session is gone
 
     def windows(self) -> Iterator[Window]:
         """Return the windows that are still to be trained on, in order."""
         stop = None if self.num_steps is None else max(0, self.num_steps - self.state.step)
         return itertools.islice(self.plan.windows(self.state.step), stop)
-
-    def autocast(self) -> torch.autocast:
-        """Enter the precision of the arithmetic; weights stay float32."""
-        return torch.autocast(self.processes.device.type, self.dtype, enabled=self.dtype != torch.float32)
 
     @property
     def time_share(self) -> float:
@@ -65,36 +57,58 @@ class Session:
         return self.state.seconds / (60 * minutes) if minutes else 0.0
 
     @property
+    def lr_factor(self) -> float:
+        """The share of the peak learning rates that the next step takes."""
+        return lr_factor(self.recipe.schedule, self.state.step, self.num_steps, self.time_share)
+
+    @property
     def finished(self) -> bool:
-        """True when the run's budget is used up."""
-        return self.time_share >= 1 or (self.num_steps is not None and self.state.step >= self.num_steps)
+        """True when the run's budget is used up, or its patience."""
+        state, patience = self.state, self.recipe.run.patience
+        if patience is not None and state.num_worse >= patience:
+            return True
+        return self.time_share >= 1 or (self.num_steps is not None and state.step >= self.num_steps)
+
+    @property
+    def evaluation_due(self) -> bool:
+        """True where the acceptance of the weights as they are is wanted and not known yet."""
+        due = self.state.step % self.recipe.run.eval_every == 0 or self.finished
+        return due and bool(self.held_out) and self.state.evaluated_step != self.state.step
+
+    @property
+    def epoch(self) -> int:
+        """The epoch of the latest step, 0 before any."""
+        return next(self.plan.windows(max(0, self.state.step - 1))).epoch
 
     def evaluate(self, interrupt: Interrupt) -> AcceptanceCounts | None:
-        """Return the acceptance on all held-out rows; None where there are none, or when interrupted."""
-        if not self.held_out:
-            return None
+        """Return the acceptance on all held-out rows, None when interrupted."""
         gamma, device = self.recipe.run.eval_gamma, self.processes.device
         batches = (batch.to(device) for batch in self.loader.evaluation(self.held_out))
-        with torch.no_grad(), self.autocast():
+        with self.engine.evaluated() as head, self.engine.autocast():
             going_on = itertools.takewhile(lambda _: not interrupt.asked, batches)
-            mine = predict_chain(self.head, self.frozen, going_on, gamma)
+            mine = predict_chain(head, self.frozen, going_on, gamma)
         counts = torch.tensor([interrupt.asked, mine.rounds, mine.tokens, *mine.histogram], device=device)
         stopped, rounds, tokens, *histogram = self.processes.sum(counts).tolist()
         return None if stopped else AcceptanceCounts(rounds, tokens, tuple(histogram))
 
     def judge(self, found: AcceptanceCounts) -> bool:
-        """Take note of an evaluation; return True when it is the best so far."""
-        self.state.tau = found.tau
-        better = self.state.best_tau is None or found.tau > self.state.best_tau
+        """Take note of an evaluation; return True when it is the best so far of a trained head."""
+        state = self.state
+        state.tau, state.evaluated_step = found.tau, state.step
+        if state.step == 0:
+            return False
+        better = state.best_tau is None or found.tau > state.best_tau
+        state.num_worse = 0 if better else state.num_worse + 1
         if better:
-            self.state.best_tau, self.state.best_step = found.tau, self.state.step
+            state.best_tau, state.best_step = found.tau, state.step
         return better
 
     def save(self) -> None:
         """Write a checkpoint and drop those no longer kept; other processes wait."""
-        if self.processes.is_main:
-            checkpoints.save_checkpoint(self.out, self.head, self.optimizers, self.state)
-            checkpoints.prune(self.out, self.recipe.run.keep_last, self.state)
+        with self.engine.saved() as (head, trainer):
+            if self.processes.is_main:
+                checkpoints.save_checkpoint(self.out, head, trainer, self.state)
+                checkpoints.prune(self.out, self.recipe.run.keep_last, self.state)
         self.processes.wait()
 
     def describe(self) -> str:
@@ -136,7 +150,7 @@ class Session:
             "best_tau": state.best_tau,
             "best_step": state.best_step,
             "gamma": self.recipe.run.eval_gamma,
-            "target": self.head.config.target,
+            "target": self.engine.head.config.target,
             **self.facts,
         }
 
@@ -161,12 +175,33 @@ def open_session(
     init_from: str | None = None,
 ) -> Session:
     """Build a new run, or load the newest checkpoint of the one in `out`. Raises UserError."""
-    shards = open_shards(shards_folder)
-    build.check_shards(recipe, shards)
-    checkpoint, init_from = run_folder.decide(out, recipe, shards, resume, init_from)
-    train_rows, held_out, facts = _rows(shards, recipe)
     device = processes.device
     dtype = pick_precision(recipe.run.precision, device)
+    shards = open_shards(shards_folder, rank=processes.rank, world=processes.world, dtype=dtype)
+    build.check_shards(recipe, shards)
+    held = run_folder.lock(out) if processes.is_main else None
+    try:
+        checkpoint, init_from = run_folder.decide(out, recipe, shards, resume, init_from)
+        session = _build(processes, shards, recipe, out, checkpoint, init_from)
+    except BaseException:
+        run_folder.release(out, held)
+        raise
+    session.held = held
+    _write_start(session, shards, checkpoint, init_from)
+    return session
+
+
+def _build(
+    processes: Processes,
+    shards: Shards,
+    recipe: Recipe,
+    out: Path,
+    checkpoint: Path | None,
+    init_from: str | None,
+) -> Session:
+    train_rows, held_out, facts = _rows(shards, recipe)
+    device, run = processes.device, recipe.run
+    dtype = pick_precision(run.precision, device)
     frozen = shards.frozen_target()
     if checkpoint is not None:
         head = checkpoints.read_head(checkpoint)
@@ -177,38 +212,38 @@ def open_session(
     head.to(device)
     frozen = frozen.to(device, dtype)
     step = build.head_step(head, frozen, recipe)
-    optimizers = Optimizers(head, recipe.optim)
+    engine = Engine(processes, step, recipe.optim, dtype)
+    if checkpoint is not None:
+        engine.load(checkpoint)
     plan = Plan(
         tuple(train_rows),
         tuple(int(shards.lengths[row]) for row in train_rows),
-        recipe.run.seed,
+        run.seed,
         recipe.data.tokens_per_step,
         recipe.data.rows_per_step,
     )
-    run = recipe.run
-    session = Session(
+    loader = Loader(
+        shards,
+        recipe.head.kind,
+        step.num_steps,
+        recipe.data.micro_tokens,
+        processes.rank,
+        processes.world,
+        noise=recipe.loss.noise if recipe.head.kind == "eagle1" else 0.0,
+        seed=run.seed,
+        pinned=device.type == "cuda",
+    )
+    return Session(
         processes=processes,
         recipe=recipe,
         out=out,
-        head=head,
         frozen=frozen,
-        step=processes.wrap(step),
-        optimizers=optimizers,
-        loader=Loader(
-            shards,
-            recipe.head.kind,
-            step.num_steps,
-            recipe.data.micro_tokens,
-            processes.rank,
-            processes.world,
-            noise=recipe.loss.noise if recipe.head.kind == "eagle1" else 0.0,
-            seed=run.seed,
-            pinned=device.type == "cuda",
-        ),
+        engine=engine,
+        loader=loader,
         plan=plan,
         held_out=held_out,
         num_steps=plan.num_steps(run.epochs, run.steps, run.tokens),
-        dtype=dtype,
+        state=State() if checkpoint is None else checkpoints.load_state(checkpoint),
         facts={
             "num_parameters": build.num_parameters(head),
             "draft_vocab_size": head.config.draft_vocab_size,
@@ -219,10 +254,6 @@ def open_session(
             **facts,
         },
     )
-    if checkpoint is not None:
-        session.state = checkpoints.load_checkpoint(checkpoint, optimizers)
-    _write_start(session, shards, checkpoint, init_from)
-    return session
 
 
 def _rows(shards: Shards, recipe: Recipe) -> tuple[list[int], list[int], dict[str, Any]]:
@@ -254,9 +285,8 @@ def _write_start(session: Session, shards: Shards, checkpoint: Path | None, init
     """Let the main process write the run's records, once every process has decided what to do."""
     session.processes.wait()
     if session.processes.is_main:
-        session.held = run_folder.lock(session.out)
         run_folder.record_run(session.out, session.recipe, shards, init_from, session.facts)
-        checkpoints.sweep(session.out)
+        checkpoints.sweep(session.out, session.state.step)
         if checkpoint is not None:
             checkpoints.point(session.out, session.state)
     session.processes.wait()

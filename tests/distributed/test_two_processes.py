@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -18,50 +20,38 @@ from eagle_train.recipe_files import load_recipe
 from eagle_train.training.loop import train
 from eagle_train.training.metrics import read_metrics
 
-# A large epsilon makes AdamW smooth in the gradient, so weights can be compared closely; clipping would hide
-# a wrong scale of the gradient.
-SETTINGS = [
-    "optim.eps=1.0",
-    "optim.lr=0.3",
-    "optim.clip_norm=0",
-    "schedule.warmup_steps=0",
-    "data.tokens_per_step=null",
-    "data.micro_tokens=250",
-    "run.steps=6",
-    "run.eval_every=3",
-    "data.held_out=3",
-]
+from . import cases
 
 
-def here(shards: Path, out: Path, *changes: str, resume: bool = False) -> dict:
-    """Train in this one process."""
-    return train(shards, load_recipe("eagle3-tiny", [*SETTINGS, *changes]), out, resume=resume, show=False)
-
-
-def in_two(shards: Path, out: Path, *changes: str) -> subprocess.Popen:
-    """Start the command in two processes."""
-    words = [sys.executable, "-m", "eagle_cli.main", "train", str(shards), "--recipe", "eagle3-tiny"]
-    words += ["--out", str(out), "--processes", "2"]
-    words += [word for setting in (*SETTINGS, *changes) for word in ("--set", setting)]
+def command(*words: str) -> subprocess.Popen:
+    """Start a Python program with one thread a process."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     return subprocess.Popen(
-        words, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+        [sys.executable, *words],
+        env=environment,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
     )
 
 
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory, tiny_shards_dir, tiny_shards_eagle1_dir) -> Callable[[str], list[Path]]:
+    """Every case of cases.py in one launch of two processes; return the run folders of one and of two."""
+    out = tmp_path_factory.mktemp("processes")
+    words = [str(Path(cases.__file__)), str(tiny_shards_dir), str(tiny_shards_eagle1_dir), str(out / "two")]
+    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", *words]
+    child = command(*launch)
+    for name in cases.CASES:
+        cases.run(name, str(tiny_shards_dir), str(tiny_shards_eagle1_dir), str(out / "one"))
+    _, stderr = child.communicate(timeout=300)
+    assert child.returncode == 0, stderr
+    return lambda name: [out / "one" / name, out / "two" / name]
+
+
 def figures(out: Path) -> list[tuple]:
-    lines = read_metrics(out)
-    return [
-        (
-            line["step"],
-            line["tokens"],
-            line.get("loss"),
-            line.get("accuracy"),
-            line.get("tau"),
-            line.get("grad_norm"),
-        )
-        for line in lines
-    ]
+    keys = ("step", "tokens", "loss", "accuracy", "tau", "grad_norm")
+    return [tuple(line.get(key) for key in keys) for line in read_metrics(out)]
 
 
 def assert_equal_runs(one: Path, two: Path) -> None:
@@ -80,20 +70,30 @@ def assert_equal_runs(one: Path, two: Path) -> None:
             )
 
 
-@pytest.mark.parametrize("rows", [3, 1])
-def test_two_processes_equal_one_with_accumulation(rows, tmp_path, tiny_shards_dir):
-    """Three rows a step in bins of at most 250 tokens: uneven work. One row a step: fewer than processes."""
-    two = in_two(tiny_shards_dir, tmp_path / "two", f"data.rows_per_step={rows}")
-    here(tiny_shards_dir, tmp_path / "one", f"data.rows_per_step={rows}")
-    _, words = two.communicate(timeout=300)
-    assert two.returncode == 0, words
-    assert json.loads((tmp_path / "two" / "run.json").read_text())["processes"] == 2
-    assert_equal_runs(tmp_path / "one", tmp_path / "two")
+@pytest.mark.parametrize("name", ["three rows a step", "one row a step", "eagle1, one row a step"])
+def test_two_processes_equal_one_with_accumulation(name, runs):
+    """Three rows in bins of at most 250 tokens: uneven work. One row: a process in which nothing counts."""
+    one, two = runs(name)
+    assert json.loads((two / "run.json").read_text())["processes"] == 2
+    assert_equal_runs(one, two)
+
+
+def test_a_gradient_that_is_not_finite_on_one_process_skips_the_step_on_both(runs):
+    one, two = runs("one row is NaN")
+    skipped = [[line["grad_norm"] is None for line in read_metrics(out)[1:]] for out in (one, two)]
+    assert skipped[0] == skipped[1]
+    assert sum(skipped[1]) == 1
+    assert_equal_runs(one, two)
+    for value in load_tensors(two / "last" / "model.safetensors")[0].values():
+        assert math.isfinite(float(value.double().sum()))
 
 
 def test_an_interrupted_run_of_two_saves_and_goes_on_with_one(tmp_path, tiny_shards_dir):
     out = tmp_path / "run"
-    child = in_two(tiny_shards_dir, out, "data.rows_per_step=3", "run.steps=100000", "run.save_every=100000")
+    settings = [*cases.SETTINGS, "data.rows_per_step=3", "run.steps=100000", "run.save_every=100000"]
+    words = ["train", str(tiny_shards_dir), "--recipe", "eagle3-tiny", "--out", str(out), "--processes", "2"]
+    words += [word for setting in settings for word in ("--set", setting)]
+    child = command("-m", "eagle_cli.main", *words)
     deadline = time.monotonic() + 240
     while len(figures(out)) <= 3:
         assert child.poll() is None, child.stderr.read()
@@ -105,6 +105,7 @@ def test_an_interrupted_run_of_two_saves_and_goes_on_with_one(tmp_path, tiny_sha
     assert "the same command again goes on" in words
     done = int((out / "last").resolve().name.removeprefix("step-"))
     assert done >= 3
-    summary = here(tiny_shards_dir, out, "data.rows_per_step=3", f"run.steps={done + 2}", resume=True)
+    recipe = load_recipe("eagle3-tiny", [*settings, f"run.steps={done + 2}"])
+    summary = train(tiny_shards_dir, recipe, out, resume=True, show=False)
     assert summary["steps"] == done + 2
     assert [line[0] for line in figures(out)] == list(range(done + 3)), "a step was lost or done twice"

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from eagle_train.losses import vocabulary
+from eagle_train.losses.divergences import DIVERGENCES
 from eagle_train.losses.regression import smooth_l1_rows
 from eagle_train.losses.vocabulary import draft_distribution, vocabulary_loss
 from eagle_train.shards.frozen_target import FrozenTarget
@@ -33,12 +34,39 @@ def _case(dtype=torch.float64, **settings):
     return hidden, weight, target, last, label, best, row_weight
 
 
-def _written_out(hidden, weight, target, last, label, best, row_weight, own_map=True):
+def _top_more(p, log_q, k, weight):
+    """HASS: beside the cross-entropy, that of the k likeliest tokens alone."""
+    top = p.argsort(-1, descending=True)[:, :k]
+    return -(p * log_q).sum(-1) - weight * (p.gather(-1, top) * log_q.gather(-1, top)).sum(-1)
+
+
+DEFINITIONS = {
+    "cross_entropy": lambda p, log_q: -(p * log_q).sum(-1),
+    "kl": lambda p, log_q: (p * (p.log() - log_q)).sum(-1),
+    "reverse_kl": lambda p, log_q: (log_q.exp() * (log_q - p.log())).sum(-1),
+    "tv": lambda p, log_q: 0.5 * (p - log_q.exp()).abs().sum(-1),
+    "lk": lambda p, log_q: -(1 - 0.5 * (p - log_q.exp()).abs().sum(-1)).log(),
+}
+
+
+def _written_out(
+    hidden,
+    weight,
+    target,
+    last,
+    label,
+    best,
+    row_weight,
+    own_map=True,
+    divergence="cross_entropy",
+    top_k=None,
+):
     p = target.logits(last).double().softmax(-1)[label]
     logits = hidden @ weight.T
     if not own_map:
         logits = FrozenTarget(weight, weight, target.bias, target.logit_scale, target.softcap).logits(hidden)
-    rows = -(p * logits.double().log_softmax(-1)).sum(-1)
+    log_q = logits.double().log_softmax(-1)
+    rows = _top_more(p, log_q, *top_k) if top_k else DEFINITIONS[divergence](p, log_q)
     return (rows * row_weight).sum(), rows, logits.argmax(-1) == best
 
 
@@ -55,11 +83,49 @@ def test_a_heads_logits_go_through_the_targets_whole_output_map(settings):
     _compare(_case(**settings), own_map=False)
 
 
-def _compare(case, own_map):
+@pytest.mark.parametrize("divergence", DIVERGENCES)
+@pytest.mark.parametrize("own_map", [True, False])
+def test_every_divergence_is_what_it_says(divergence, own_map, monkeypatch):
+    monkeypatch.setattr(vocabulary, "_BLOCK", 3 * D)
+    _compare(_case(bias=True, softcap=2.0), own_map, divergence=divergence)
+    assert set(DIVERGENCES) == set(DEFINITIONS)
+
+
+@pytest.mark.parametrize("k", [1, 10, 2 * D])
+def test_top_tokens_are_counted_again_on_their_own(k):
+    _compare(_case(), own_map=True, top_k=(k, 0.7))
+
+
+@pytest.mark.parametrize("divergence", DIVERGENCES)
+def test_every_divergence_is_least_where_the_head_equals_the_target(divergence):
+    _, _, target, last, label, best, row_weight = _case()
+    hidden = last[label].clone().requires_grad_()
+    result = vocabulary_loss(
+        hidden, target.lm_head, target, last, label, best, row_weight, divergence=divergence
+    )
+    result.loss.backward()
+    if divergence not in ("tv", "lk"):  # which have an edge there
+        assert hidden.grad.abs().max() < 1e-12
+    assert result.hits.all()
+    if divergence != "cross_entropy":
+        assert result.rows.abs().max() < 1e-12
+
+
+@pytest.mark.parametrize("divergence", DIVERGENCES)
+def test_every_divergence_stays_finite_far_apart(divergence):
+    hidden, weight, target, last, *others = _case(torch.float32)
+    large = (1000 * hidden).requires_grad_()
+    result = vocabulary_loss(large, weight, target, 1000 * last, *others, divergence=divergence)
+    result.loss.backward()
+    assert torch.isfinite(result.rows).all()
+    assert torch.isfinite(large.grad).all()
+
+
+def _compare(case, own_map, **options):
     results = []
     for function in (vocabulary_loss, _written_out):
         hidden, weight = (x.clone().requires_grad_() for x in case[:2])
-        loss, rows, hits = function(hidden, weight, *case[2:], own_map=own_map)
+        loss, rows, hits = function(hidden, weight, *case[2:], own_map=own_map, **options)
         (3 * loss).backward()  # a scaled loss scales the gradient
         results.append((loss.detach(), rows.detach(), hits, hidden.grad, weight.grad))
     for mine, wanted in zip(*results, strict=True):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
 
 from eagle_train.heads.ttt import unroll
@@ -49,13 +47,13 @@ def test_losses_and_gradients_equal_the_reference():
     head, frozen, batch, counted, tensors = _case()
     count = batch.rows.numel()
     total = torch.tensor([count + 1e-5], dtype=torch.float64)  # the reference adds 1e-5
-    step = Eagle1Step(head, frozen, noise=0.0)
+    step = Eagle1Step(head, frozen)
     result = step(batch, total, counted)
     result.loss.backward()
     torch.testing.assert_close(result.loss.detach(), tensors["output.loss"], rtol=5e-6, atol=0)
     torch.testing.assert_close(result.loss_sums[0] / count, tensors["output.loss"], rtol=5e-6, atol=0)
     for weights, name in (((1.0, 0.0), "output.vloss"), ((0.0, 1.0), "output.ploss")):
-        alone = Eagle1Step(head, frozen, noise=0.0, feature_weight=weights[0], token_weight=weights[1])
+        alone = Eagle1Step(head, frozen, feature_weight=weights[0], token_weight=weights[1])
         torch.testing.assert_close(
             alone(batch, total, counted).loss.detach(), tensors[name], rtol=5e-6, atol=0
         )
@@ -72,18 +70,3 @@ def test_noise_equals_the_reference_formula():
         feature, tensors["noise.uniform"][0], torch.tensor([0, len(feature)]), record["noise_std"] / 2
     )
     torch.testing.assert_close(noised, tensors["noise.output"][0], atol=1e-6, rtol=0)
-
-
-def test_noise_is_for_training_only_and_comes_from_its_own_generator():
-    head, frozen, batch, counted, _ = _case()
-    one = torch.ones(1)
-    step = Eagle1Step(head, frozen, noise_seed=5)
-    torch.manual_seed(1)
-    first = step(batch, one, counted).loss
-    step.noise_generator.manual_seed(5)
-    torch.manual_seed(2)
-    assert torch.equal(step(batch, one, counted).loss, first)
-    assert not torch.equal(step(batch, one, counted).loss, first)
-    still = step.eval()(batch, one, counted).loss
-    assert torch.equal(still, Eagle1Step(head, frozen, noise=0.0)(batch, one, counted).loss)
-    assert torch.equal(batch.feature, replace(batch).feature), "the batch itself is untouched"

@@ -1,7 +1,8 @@
-"""Short runs on the tiny target."""
+"""Short runs on the tiny target, and signals that reach them at a chosen moment."""
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import signal
 from collections.abc import Callable
@@ -9,16 +10,42 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from eagle_train.config import Recipe
 from eagle_train.io import load_tensors
 from eagle_train.recipe_files import load_recipe
+from eagle_train.shards.reader import Shards
+
+EAGLE1 = ["head.kind=eagle1", "head.draft_vocab_size=null", "loss.noise=0.2"]
 
 
 @pytest.fixture
 def tiny() -> Callable[..., Recipe]:
-    """Return the tiny recipe with overrides."""
-    return lambda *overrides: load_recipe("eagle3-tiny", overrides)
+    """Return the tiny recipe with overrides; `kind="eagle1"` makes it one of those."""
+
+    def recipe(*overrides: str, kind: str = "eagle3") -> Recipe:
+        return load_recipe("eagle3-tiny", [*(EAGLE1 if kind == "eagle1" else []), *overrides])
+
+    return recipe
+
+
+@pytest.fixture
+def shards_of(tiny_shards_dir: Path, tiny_shards_eagle1_dir: Path) -> Callable[[str], Path]:
+    """Return the tiny shards for a kind of head."""
+    return {"eagle3": tiny_shards_dir, "eagle1": tiny_shards_eagle1_dir}.__getitem__
+
+
+@pytest.fixture
+def train_tiny(tmp_path: Path, tiny: Callable[..., Recipe], shards_of: Callable[[str], Path]) -> Callable:
+    """Train the tiny recipe into tmp_path/NAME; return the summary."""
+    from eagle_train.training.loop import train
+
+    def run(name: str, *overrides: str, kind: str = "eagle3", **options: Any) -> dict[str, Any]:
+        recipe = tiny(*overrides, kind=kind)
+        return train(shards_of(kind), recipe, tmp_path / name, show=False, **options)
+
+    return run
 
 
 @pytest.fixture
@@ -36,22 +63,50 @@ def weights() -> Callable[[Path], dict[str, Any]]:
 
 @pytest.fixture
 def interrupt_after(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
-    """Send this process SIGTERM when so many optimizer steps of this session are done."""
-    from eagle_train.training import loop
+    """Send this process SIGTERM when so many optimizer steps are done from now on; -1 for never."""
+    from eagle_train.training.engine import Engine
 
-    update = loop._update
+    return _armed(monkeypatch, Engine, "update")
 
-    def arm(steps: int) -> None:
-        done = 0
 
-        def counting(session: Any) -> Any:
-            nonlocal done
-            result = update(session)
-            done += 1
-            if done == steps:
+@pytest.fixture
+def interrupt_in_evaluation(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    """Send this process SIGTERM in the midst of so many-th evaluation from now on."""
+    from eagle_train.training import session
+
+    return _armed(monkeypatch, session, "predict_chain")
+
+
+def _armed(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str) -> Callable[[int], None]:
+    original = getattr(owner, name)
+
+    def arm(number: int) -> None:
+        calls = 0
+
+        def counting(*arguments: Any) -> Any:
+            nonlocal calls
+            calls += 1
+            if calls == number:
                 os.kill(os.getpid(), signal.SIGTERM)
-            return result
+            return original(*arguments)
 
-        monkeypatch.setattr(loop, "_update", counting)
+        monkeypatch.setattr(owner, name, counting)
+
+    return arm
+
+
+@pytest.fixture
+def poison(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, float], None]:
+    """Let one row's features read as some value, such as NaN."""
+    read = Shards.read
+
+    def arm(row: int, value: float) -> None:
+        def reading(self: Shards, number: int) -> Any:
+            found = read(self, number)
+            if number == row:
+                found = dataclasses.replace(found, aux=torch.full_like(found.aux, value))
+            return found
+
+        monkeypatch.setattr(Shards, "read", reading)
 
     return arm

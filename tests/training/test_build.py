@@ -166,3 +166,31 @@ def test_a_folder_with_other_files_or_another_trainer_is_refused(tmp_path, tiny,
         assert other.stdout.readline() == "held\n"
         assert "another eagle train is at work in it" in refused(tiny_shards_dir, tiny(), busy)
         other.kill()
+
+
+def test_a_warm_start_keeps_layer_ids_and_target_and_refuses_other_layers(
+    tmp_path, tiny, tiny_shards_dir, trained
+):
+    _, folder, shards = trained
+    config = json.loads((folder / "config.json").read_text())
+    foreign = shutil.copytree(folder, tmp_path / "foreign")
+    del config["eagle_train"], config["eagle_config"], config["eagle_aux_hidden_state_layer_ids"]
+    (foreign / "config.json").write_text(json.dumps(config))
+    assert load_head(foreign).config.feature_layers == ()
+    train(tiny_shards_dir, tiny("run.steps=1"), tmp_path / "warm", init_from=str(foreign), show=False)
+    after = load_head(tmp_path / "warm" / "last").config
+    assert after.feature_layers == tuple(shards.info["layer_ids"]) == (2, 4, 5)
+    assert after.target == shards.info["target"]["name"] != ""
+    config["eagle_config"] = {"eagle_aux_hidden_state_layer_ids": [1, 2, 4]}  # hs[2], hs[3], hs[5]
+    (foreign / "config.json").write_text(json.dumps(config))
+    words = refused(tiny_shards_dir, tiny(), tmp_path / "a", init_from=str(foreign))
+    assert "feature_layers (2, 3, 5); recipe eagle3-tiny on these shards wants (2, 4, 5)" in words
+
+
+def test_a_refused_run_leaves_no_folder_behind(tmp_path, tiny, tiny_shards_dir):
+    refused(tiny_shards_dir, tiny(), tmp_path / "new", resume=True)
+    assert not (tmp_path / "new").exists()
+    (tmp_path / "old").mkdir()
+    (tmp_path / "old" / "mine.txt").write_text("x")
+    refused(tiny_shards_dir, tiny(), tmp_path / "old")
+    assert [p.name for p in (tmp_path / "old").iterdir()] == ["mine.txt"]

@@ -18,7 +18,7 @@ def test_step_equals_its_naive_twin(output_map):
     frozen = small_frozen(**output_map)
     batch = small_batch("eagle1", frozen)
     head, twin = small_head("eagle1"), small_head("eagle1")
-    result = Eagle1Step(head, frozen, noise=0.0)(batch, COUNT)
+    result = Eagle1Step(head, frozen)(batch, COUNT)
     (step,) = unroll(twin, frozen, batch, 1, memory=DenseMemory)
     last = batch.label_last[batch.label0]  # the state having read x[t+1]
     p = frozen.logits(last).softmax(-1)
@@ -54,7 +54,7 @@ def test_a_batch_without_counted_rows_gives_a_zero_gradient_to_every_parameter()
 
 def test_bfloat16_autocast_over_float32_weights_stays_near():
     frozen, head = small_frozen(), small_head("eagle1")
-    batch, step = small_batch("eagle1", frozen), Eagle1Step(head, frozen, noise=0.0)
+    batch, step = small_batch("eagle1", frozen), Eagle1Step(head, frozen)
     exact = step(batch, COUNT).loss
     with torch.autocast("cpu", dtype=torch.bfloat16):
         result = step(batch, COUNT)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 import signal
@@ -14,7 +13,6 @@ import torch
 from eagle_train.errors import UserError
 from eagle_train.io import load_tensors
 from eagle_train.losses.acceptance import AcceptanceCounts
-from eagle_train.shards.reader import Shards
 from eagle_train.training import loop
 from eagle_train.training.interrupt import Interrupt
 from eagle_train.training.loop import train
@@ -71,28 +69,16 @@ def test_the_frozen_target_is_neither_optimised_nor_changed(tmp_path, tiny, tiny
     [(session, (embedding, lm_head))] = seen
     assert torch.equal(session.frozen.embedding, embedding)
     assert torch.equal(session.frozen.lm_head, lm_head)
-    optimised = {p.data_ptr() for p in session.optimizers.names}
-    assert optimised == {p.data_ptr() for p in session.head.parameters()}
+    optimised = {p.data_ptr() for p in session.engine.optimizers.names}
+    assert optimised == {p.data_ptr() for p in session.engine.head.parameters()}
     assert not optimised & {session.frozen.embedding.data_ptr(), session.frozen.lm_head.data_ptr()}
-
-
-def poisoned(monkeypatch, row, value):
-    read = Shards.read
-
-    def reading(self, number):
-        found = read(self, number)
-        if number == row:
-            found = dataclasses.replace(found, aux=torch.full_like(found.aux, value))
-        return found
-
-    monkeypatch.setattr(Shards, "read", reading)
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_a_gradient_that_is_not_finite_skips_the_step_and_is_counted(
-    value, tmp_path, tiny, tiny_shards_dir, monkeypatch, weights
+    value, tmp_path, tiny, tiny_shards_dir, poison, weights
 ):
-    poisoned(monkeypatch, 5, value)
+    poison(5, value)
     run = tmp_path / "run"
     recipe = tiny("run.steps=null", "run.epochs=2", "data.held_out=0", "data.tokens_per_step=600")
     summary = train(tiny_shards_dir, recipe, run, show=False)
@@ -103,8 +89,8 @@ def test_a_gradient_that_is_not_finite_skips_the_step_and_is_counted(
     assert "NaN" not in (run / "metrics.jsonl").read_text()
 
 
-def test_too_many_skipped_steps_stop_the_run(tmp_path, tiny, tiny_shards_dir, monkeypatch):
-    poisoned(monkeypatch, 5, float("nan"))
+def test_too_many_skipped_steps_stop_the_run(tmp_path, tiny, tiny_shards_dir, poison):
+    poison(5, float("nan"))
     recipe = tiny("run.steps=null", "run.epochs=3", "run.max_skipped=1", "data.held_out=0")
     with pytest.raises(UserError, match=r"NaN or infinite in 2 steps, run.max_skipped is 1"):
         train(tiny_shards_dir, recipe, tmp_path / "run", show=False)

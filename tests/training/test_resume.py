@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -19,54 +20,130 @@ from eagle_train.training import checkpoints
 from eagle_train.training.loop import train
 from eagle_train.training.metrics import read_metrics
 
-EAGLE1 = ["head.kind=eagle1", "head.draft_vocab_size=null", "loss.noise=0.2"]
+
+def figures(run):
+    return [(line["step"], line.get("loss"), line.get("tau")) for line in read_metrics(run)]
 
 
-@pytest.mark.parametrize("kind", ["adamw", "muon", "eagle1"])
-def test_resume_is_bit_exact_mid_epoch_and_twice_in_a_row(
-    kind, tmp_path, tiny, weights, interrupt_after, tiny_shards_dir, tiny_shards_eagle1_dir
+@pytest.mark.parametrize("kind", ["adamw", "muon", "average", "eagle1"])
+def test_resume_is_bit_exact_mid_epoch_and_three_times_in_a_row(
+    kind, tmp_path, train_tiny, weights, interrupt_after
 ):
+    """The first interrupt comes at a step whose evaluation is due."""
     if kind == "muon" and not hasattr(torch.optim, "Muon"):
         pytest.skip("this torch has no Muon")
-    shards = tiny_shards_eagle1_dir if kind == "eagle1" else tiny_shards_dir
-    recipe = tiny(
-        *(EAGLE1 if kind == "eagle1" else [f"optim.name={kind}"]), "data.tokens_per_step=800", "run.steps=9"
-    )
-    train(shards, recipe, tmp_path / "whole", show=False)
-    for steps in (3, 4):
+    settings = {"muon": ["optim.name=muon"], "average": ["optim.ema=0.9"]}.get(kind, [])
+    settings += ["data.tokens_per_step=800", "run.steps=9"]
+    head = {"kind": "eagle1" if kind == "eagle1" else "eagle3"}
+    unbroken = train_tiny("whole", *settings, **head)
+    for steps in (4, 2, 1):
         interrupt_after(steps)
         with pytest.raises(KeyboardInterrupt):
-            train(shards, recipe, tmp_path / "broken", show=False)
+            train_tiny("broken", *settings, **head)
     assert checkpoints.newest(tmp_path / "broken").name == "step-000007"
     interrupt_after(-1)
-    train(shards, recipe, tmp_path / "broken", show=False)
+    summary = train_tiny("broken", *settings, **head)
     whole, broken = (weights(tmp_path / run / "last") for run in ("whole", "broken"))
     assert whole.keys() == broken.keys()
     assert all(torch.equal(whole[name], broken[name]) for name in whole)
     assert {line["epoch"] for line in read_metrics(tmp_path / "whole")} >= {0, 1}, "no epoch was crossed"
-    figures = [
-        [(line["step"], line.get("loss"), line.get("tau")) for line in read_metrics(tmp_path / run)]
-        for run in ("whole", "broken")
+    assert figures(tmp_path / "whole") == figures(tmp_path / "broken")
+    for key in ("tau", "best_tau", "best_step", "tokens"):
+        assert summary[key] == unbroken[key]
+
+
+@pytest.mark.parametrize("number", [1, 2, 3])
+def test_an_evaluation_cut_short_is_made_when_the_run_goes_on(
+    number, tmp_path, train_tiny, interrupt_in_evaluation, capsys
+):
+    """The first (of the untrained head), one in the middle, the last."""
+    unbroken = train_tiny("whole")
+    interrupt_in_evaluation(number)
+    with pytest.raises(KeyboardInterrupt):
+        train_tiny("broken")
+    stopped = (0, 4, 8)[number - 1]
+    assert figures(tmp_path / "broken") == [
+        (step, loss, None if step == stopped else tau)
+        for step, loss, tau in figures(tmp_path / "whole")
+        if 0 < step <= stopped or step < stopped
     ]
-    assert figures[0] == figures[1]
+    interrupt_in_evaluation(-1)
+    again = train_tiny("broken")
+    assert figures(tmp_path / "broken") == figures(tmp_path / "whole")
+    for key in ("tau", "best_tau", "best_step"):
+        assert again[key] == unbroken[key]
+    assert (tmp_path / "broken" / "best").resolve().name == f"step-{again['best_step']:06d}"
 
 
-def test_a_half_written_checkpoint_is_never_chosen(tmp_path, tiny, tiny_shards_dir, capsys):
+def test_a_run_killed_before_its_first_checkpoint_starts_anew_and_says_nothing_twice(tmp_path, train_tiny):
+    train_tiny("run")
+    whole = figures(tmp_path / "run")
+    shutil.rmtree(tmp_path / "run" / "checkpoints")
+    train_tiny("run")
+    assert figures(tmp_path / "run") == whole
+
+
+def test_a_damaged_checkpoint_is_passed_over_in_one_line(tmp_path, train_tiny, capsys):
     run = tmp_path / "run"
-    train(tiny_shards_dir, tiny(), run, show=False)
+    train_tiny("run")
     good = checkpoints.newest(run)
-    for step, broken in ((900, "trainer.json"), (901, "model.safetensors"), (902, None)):
+
+    def broken(step, file, change):
         copy = shutil.copytree(good, run / f"checkpoints/step-{step:06d}")
-        if broken:
-            (copy / broken).unlink()
-        else:
-            whole = (copy / "trainer.safetensors").read_bytes()
-            (copy / "trainer.safetensors").write_bytes(whole[:-1])
+        change(copy / file)
+
+    def flip(file):
+        content = bytearray(file.read_bytes())
+        content[len(content) // 2] ^= 1
+        file.write_bytes(content)
+
+    def without_step(file):
+        record = json.loads(file.read_text())
+        del record["state"]["tokens"]
+        file.write_text(json.dumps(record))
+
+    broken(900, "trainer.json", Path.unlink)
+    broken(901, "model.safetensors", Path.unlink)
+    broken(902, "trainer.safetensors", flip)
+    broken(903, "trainer.json", without_step)
     shutil.copytree(good, run / "checkpoints/.step-000950.1.tmp")
+    capsys.readouterr()
     assert checkpoints.newest(run) == good
-    summary = train(tiny_shards_dir, tiny("run.steps=9"), run, resume=True, show=False)
-    assert summary["steps"] == 9
-    assert not list((run / "checkpoints").glob(".*")), "leftovers stay for ever"
+    words = capsys.readouterr().err
+    assert words.count("\n") == 1
+    assert words.startswith(f"{run}: going on from step-000008: ")
+    for fault in (
+        "step-000903 is damaged (trainer.json: tokens: got None, wanted int)",
+        "step-000902 is damaged (trainer.safetensors is not what was written)",
+        "step-000901 is damaged (model.safetensors is missing)",
+        "step-000900 is damaged (trainer.json: not found",
+    ):
+        assert fault in words
+    assert train_tiny("run", "run.steps=9", resume=True)["steps"] == 9
+    assert sorted(p.name for p in (run / "checkpoints").iterdir())[-2:] == ["step-000008", "step-000009"]
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"step": "8"}, "step: got '8', wanted int"),
+        ({"seconds": None}, "seconds: got None, wanted float"),
+        ({"best_tau": True}, "best_tau: got True, wanted float | None"),
+        (None, "lacks its state or its files"),
+    ],
+)
+def test_a_run_whose_every_checkpoint_is_damaged_is_one_line(change, words, tmp_path, train_tiny):
+    run = tmp_path / "run"
+    train_tiny("run", "run.steps=2", "run.keep_last=1", "data.held_out=0")
+    file = run / "last" / "trainer.json"
+    record = json.loads(file.read_text())
+    record["state"] = None if change is None else record["state"] | change
+    file.write_text(json.dumps(record))
+    before = {p: p.read_bytes() for p in run.rglob("*") if p.is_file()}
+    with pytest.raises(UserError, match="no checkpoint is whole: step-000002 is damaged") as caught:
+        train_tiny("run", "run.steps=2", "run.keep_last=1", "data.held_out=0")
+    assert words in str(caught.value)
+    assert {p: p.read_bytes() for p in run.rglob("*") if p.is_file()} == before
 
 
 def test_the_same_command_goes_on_and_other_settings_are_refused(
@@ -81,9 +158,11 @@ def test_the_same_command_goes_on_and_other_settings_are_refused(
     words = r"holds a run made with other settings: optim.lr=0.5 \(it had 0.001\)"
     with pytest.raises(UserError, match=words):
         train(tiny_shards_dir, tiny("optim.lr=0.5"), run, show=False)
-    for fixed in ("run.seed=1", "data.tokens_per_step=99", "head.fc_norm=true"):
+    for fixed in ("run.seed=1", "data.tokens_per_step=99", "head.fc_norm=true", "optim.name=muon"):
         with pytest.raises(UserError, match=f"cannot change {fixed.split('=')[0]}"):
             train(tiny_shards_dir, tiny(fixed), run, resume=True, show=False)
+    with pytest.raises(UserError, match=r"--resume .*leave --init-from somewhere out"):
+        train(tiny_shards_dir, tiny(), run, resume=True, init_from="somewhere", show=False)
     eagle1 = load_recipe("eagle1", ["data.held_out=2"])
     with pytest.raises(UserError, match="trained on other shards"):
         train(tiny_shards_eagle1_dir, eagle1, run, resume=True, show=False)
