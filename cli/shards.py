@@ -1,0 +1,106 @@
+"""``eagle shards``: parse, then one call."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import typer
+
+NAME = "shards"
+HELP = "Care for shard directories: verify, info, merge, split, prune."
+EXAMPLES = """
+**Examples**
+
+    eagle shards verify shards/
+
+    eagle shards merge shards-a/ shards-b/ --out shards/
+
+    eagle shards prune shards/ --damaged
+"""
+_ACTIONS = ("verify", "info", "merge", "split", "prune")
+
+
+def run(
+    action: str = typer.Argument(
+        ...,
+        metavar="ACTION",
+        help="verify: read every byte; info: what is there; merge: several directories into one; split: one "
+        "into several; prune: remove shards, so that eagle extract makes them anew.",
+    ),
+    folders: list[Path] = typer.Argument(
+        ..., metavar="DIR...", help="What eagle extract made; several to merge."
+    ),
+    out: Path | None = typer.Option(None, "--out", help="merge, split: the new directory."),
+    parts: int = typer.Option(2, "--parts", min=2, help="split: into so many, OUT/part-0 and on."),
+    shard: list[int] | None = typer.Option(None, "--shard", help="prune: a shard's number; repeat it."),
+    row: list[str] | None = typer.Option(None, "--row", help="prune: a row's id, its shard goes; repeat it."),
+    damaged: bool = typer.Option(False, "--damaged", help="prune: shards that are cut or changed."),
+    as_json: bool = typer.Option(False, "--json", help="Print what was found or made as JSON."),
+) -> None:
+    from eagle_train.errors import UserError, nearest
+    from eagle_train.shards import upkeep
+
+    if action not in _ACTIONS:
+        raise UserError(f"shards {action}: wanted one of {', '.join(_ACTIONS)}{nearest(action, _ACTIONS)}")
+    if action != "merge" and len(folders) > 1:
+        raise UserError(f"shards {action}: got {len(folders)} directories, wanted one")
+    if action in ("merge", "split") and out is None:
+        raise UserError(f"shards {action}: give the new directory with --out")
+    if action == "prune" and not (shard or row or damaged):
+        raise UserError("shards prune: say what to remove with --shard, --row or --damaged")
+    folder = folders[0]
+    if action == "verify":
+        found = upkeep.verify(folder)
+        _print(found, as_json)
+        for fault in [] if as_json else found["faults"]:
+            print(f"damaged: {fault}")
+        if found["faults"]:
+            raise UserError(
+                f"{folder}: {len(found['faults'])} faults; eagle shards prune {folder} --damaged removes "
+                "damaged shards, and the same eagle extract makes them anew"
+            )
+    if action == "info":
+        _print(upkeep.describe(folder), as_json)
+    elif action == "merge":
+        assert out is not None
+        _print(upkeep.merge(folders, out), as_json)
+    elif action == "split":
+        assert out is not None
+        made = upkeep.split(folder, out, parts)
+        if as_json:
+            print(json.dumps(made))
+        for part in [] if as_json else made:
+            _print(part, as_json)
+    else:
+        pruned = upkeep.prune(folder, shards=shard or (), rows=row or (), damaged=damaged)
+        if as_json:
+            print(json.dumps(pruned))
+            return
+        what = ", ".join(pruned["removed"]) or "nothing"
+        print(f"{folder}: removed {what}; {pruned['shards']} shards are left")
+        if pruned["removed"] and pruned["extract_again"]:
+            print("next: the same eagle extract, which makes them anew")
+
+
+def _print(found: dict[str, Any], as_json: bool) -> None:
+    if as_json:
+        print(json.dumps(found))
+        return
+    from eagle_train.progress import bytes_text
+
+    target = found["target"]
+    state = "complete" if found["complete"] else f"unfinished, {found['shards_there']} are there"
+    layers = f", layers {', '.join(map(str, found['layer_ids']))}" if found["layer_ids"] else ""
+    each = f" ({bytes_text(found['bytes_per_token'])} a token)" if found["bytes_per_token"] else ""
+    print(
+        f"{found['folder']}: {found['shards']} shards, {state}: {found['rows']:,} rows, "
+        f"{found['tokens']:,} tokens, {found['labels']:,} supervised, {bytes_text(found['bytes'])}{each}"
+    )
+    print(
+        f"{found['folder']}: {found['features']}{layers}, codec {found['codec']}, of {target['name']} "
+        f"({target['fingerprint']}) in {target['dtype']}"
+    )
+    if "faults" in found:
+        print(f"{found['folder']}: {len(found['faults'])} faults")
