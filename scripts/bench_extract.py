@@ -1,12 +1,13 @@
 """Extraction beside the target's own forward, on the same batches, in one run.
 
-    python scripts/bench_extract.py ROWS TARGET [--dtype bf16] [--tokens 16384]
+    python scripts/bench_extract.py ROWS TARGET [--dtype bf16] [--codec fp8] [--tokens 16384]
 
 "Own forward" runs the target's body on each padded batch and its lm_head on the label positions in the
 same pieces: nothing is kept. "Extract" is what `eagle extract` does with the batch: tap, label, encode,
-put into the shard, hash and write it, here without the overlap that a real run has. Both are timed in
-turns, batch by batch. Prints tokens per second of each and their ratios, of wall time and of processor
-time: on a machine that does other work too, only the latter means something. --json for machines.
+put into the shard, hash and write it, here without the overlap that a real run has. After a batch that
+warms both up they are timed in turns, batch by batch, each first every other time. Prints tokens per
+second of each and their ratios, of wall time and of processor time: on a machine that does other work
+too, only the latter means something. --json for machines.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import argparse
 import json
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -34,12 +36,16 @@ class Clock:
         self.device = device
         self.wall = self.processor = 0.0
 
+    def _wait_for_device(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
     def __enter__(self) -> None:
+        self._wait_for_device()
         self._begun = time.perf_counter(), time.process_time()
 
     def __exit__(self, *error: object) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+        self._wait_for_device()
         self.wall += time.perf_counter() - self._begun[0]
         self.processor += time.process_time() - self._begun[1]
 
@@ -57,19 +63,28 @@ def measure(work: Survey, target: Target, folder: Path, most_tokens: int) -> dic
     """Time both on the plan's shards, one after the other, until `most_tokens` tokens are done."""
     plan, tokens = work.plan, 0
     own, extraction = Clock(target.device), Clock(target.device)
+
+    def load(rows: Sequence[int]) -> RowBatch:
+        return load_batch(work.dataset, work.table, rows, target.vocab_size, target.device)
+
+    def keep(rows: Sequence[int], buffer: ShardBuffer) -> None:
+        batch = load(rows)
+        store_batch(tap, batch, run_batch(tap, batch), buffer, plan.setting)
+
     with FeatureTap(target, plan.setting.layer_ids) as tap:
+        first = plan.shards[0].batches[0]
+        own_forward(target, load(first))
+        keep(first, ShardBuffer(plan, 0, work.table))
+        turn = 0
         for number, shard in enumerate(plan.shards):
             with extraction:
                 buffer = ShardBuffer(plan, number, work.table)
             for rows in shard.batches:
-                batch = load_batch(work.dataset, work.table, rows, target.vocab_size, target.device)
-                if tokens == 0:  # warm up
-                    run_batch(tap, batch)
-                with own:
-                    own_forward(target, batch)
-                with extraction:
-                    batch = load_batch(work.dataset, work.table, rows, target.vocab_size, target.device)
-                    store_batch(tap, batch, run_batch(tap, batch), buffer, plan.setting)
+                batch = load(rows)
+                for kind in (own, extraction) if turn % 2 else (extraction, own):
+                    with kind:
+                        own_forward(target, batch) if kind is own else keep(rows, buffer)
+                turn += 1
                 tokens += len(batch.real)
             with extraction:
                 buffer.finish(folder, most_bad=0)
@@ -92,6 +107,7 @@ def main() -> None:
     parser.add_argument("target")
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--for", dest="features", default="eagle3")
+    parser.add_argument("--codec", default="bf16")
     parser.add_argument("--tokens", type=int, default=16_384)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--json", action="store_true")
@@ -102,6 +118,7 @@ def main() -> None:
             given.target,
             folder,
             features=given.features,
+            codec=given.codec,
             dtype=given.dtype,
             threads=given.threads,
         )
