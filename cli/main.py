@@ -16,7 +16,7 @@ import typer
 
 from eagle_train.errors import UserError
 
-from . import demo, eval, export, extract, generate, inspect, prepare, train
+from . import demo, eval, export, extract, generate, import_, inspect, prepare, train
 
 app = typer.Typer(
     name="eagle",
@@ -26,7 +26,7 @@ app = typer.Typer(
     rich_markup_mode="markdown",
     pretty_exceptions_enable=False,
 )
-for _command in (prepare, inspect, extract, train, eval, generate, export, demo):
+for _command in (prepare, inspect, extract, train, eval, generate, export, import_, demo):
     app.command(name=_command.NAME, help=_command.HELP, epilog=_command.EXAMPLES)(_command.run)
 
 _USAGE_ERROR: type[Exception] = typer.BadParameter.__mro__[2]  # ClickException, wherever typer has it from

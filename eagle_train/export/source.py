@@ -77,7 +77,7 @@ class Source:
 
     def target(self, name: str) -> TargetFacts:
         """Return what is known of the target `name`: from its config.json, else from the run's records."""
-        config, recorded = _target_config(name), self.record.get("target")
+        config, recorded = find_target_config(name), self.record.get("target")
         if not config or not isinstance(recorded, dict):
             shards = self._shards()
             recorded = recorded if isinstance(recorded, dict) else shards.get("target") or {}
@@ -121,8 +121,8 @@ def find_source(path: str | Path) -> Source:
     return Source(folder, run, _read(run / RECORD), recipe)
 
 
-def _target_config(target: str) -> dict[str, Any]:
-    """Return the target's config.json, {} where it is not at hand."""
+def find_target_config(target: str) -> dict[str, Any]:
+    """Return the target's config.json, {} where it is not at hand. Nothing is fetched."""
     if not target:
         return {}
     file: Any = Path(target) / "config.json"

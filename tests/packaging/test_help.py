@@ -15,7 +15,9 @@ from eagle_cli import main as main_module
 
 _ROOT = Path(__file__).resolve().parents[2]
 _COMMANDS = sorted(
-    file.stem for file in (_ROOT / "cli").glob("*.py") if file.stem not in ("__init__", "main", "options")
+    file.stem.rstrip("_")
+    for file in (_ROOT / "cli").glob("*.py")
+    if file.stem not in ("__init__", "main", "options")
 )
 _HEAVY = ("torch", "transformers", "datasets", "accelerate", "numpy", "safetensors", "huggingface_hub")
 _SCRIPT = """
@@ -29,7 +31,7 @@ except SystemExit as end:
 
 
 def _module(name: str):
-    return getattr(main_module, name)
+    return getattr(main_module, name if hasattr(main_module, name) else f"{name}_")  # import is a keyword
 
 
 def _examples(name: str) -> list[str]:

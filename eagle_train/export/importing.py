@@ -1,0 +1,97 @@
+"""A head that another toolkit trained, written as a head directory of ours."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from eagle_train.errors import UserError
+from eagle_train.evaluation.heads import find_head
+from eagle_train.export.folder import PROVENANCE, check_free, folder_bytes, replacing_folder
+from eagle_train.export.source import find_target_config
+from eagle_train.heads.disk import CONFIG, WEIGHTS, Head, load_head, save_head
+from eagle_train.heads.foreign import ForeignHead, is_foreign, read_foreign
+from eagle_train.heads.foreign_config import Told
+from eagle_train.io import sha256_file, write_json
+from eagle_train.provenance import tool_version
+from eagle_train.targets.survey import bytes_text
+
+_MADE_BY = "eagle import"
+_FILES = {CONFIG, WEIGHTS, PROVENANCE}
+
+
+def import_head(
+    source: str | Path,
+    out: str | Path,
+    *,
+    target: str | None = None,
+    told: Told | None = None,
+    overwrite: bool = False,
+) -> dict[str, Any]:
+    """Read a head in the layout of EAGLE's repository, SpecForge, speculators or ModelOpt; write it to `out`.
+
+    `source` is a directory or a hub id. `target` names its target: its config.json, where at hand, says how
+    deep it is, and the name is recorded. `told` answers what the files leave open. Nothing appears at `out`
+    unless the head read back computes the same. Returns what was read, ``notes`` being what was taken for
+    granted. Raises UserError for whatever a head here cannot compute, and for what stays open.
+    """
+    told = told or Told()
+    folder = find_head(source, pickled=told.pickled)
+    if not is_foreign(folder):
+        raise UserError(f"{folder}: is a head of eagle's own already; use it as it is, or eagle export it")
+    final = Path(os.path.abspath(out))
+    check_free(final, _MADE_BY, _FILES, [folder.resolve()], overwrite)
+    text = find_target_config(target or "")
+    depth = (text.get("text_config") or text).get("num_hidden_layers")
+    read = read_foreign(folder, told, depth)
+    config = replace(read.head.config, target=target or read.head.config.target)
+    if depth is not None:
+        config = replace(config, feature_layers=config.layers_for(depth))
+    read.head.config = config
+    name = str(source) if not folder.exists() or not Path(source).exists() else Path(source).name
+    record = {
+        "format_version": 1,
+        "made_by": _MADE_BY,
+        "tool_version": tool_version(),
+        "source": name,
+        "layout": read.layout,
+        "notes": list(read.notes),
+    }
+    with replacing_folder(final) as fresh:
+        save_head(read.head, fresh)
+        _check_equal(read.head, load_head(fresh), fresh)
+        write_json(fresh / PROVENANCE, {**record, "weights_sha256": sha256_file(fresh / WEIGHTS)})
+    return {
+        "out": str(out),
+        "kind": config.kind,
+        "size": bytes_text(folder_bytes(final)),
+        "target": config.target,
+        "feature_layers": list(config.feature_layers),
+        "rope": config.rope_parameters,
+        "draft_vocab_size": config.draft_vocab_size,
+        "vocab_size": config.vocab_size,
+        "dtype": config.dtype,
+        "switches": switches(read),
+        **{key: record[key] for key in ("source", "layout", "notes")},
+    }
+
+
+def switches(read: ForeignHead) -> list[str]:
+    """Return the settings of the forward that plain heads do not have, those that are on."""
+    config = read.head.config
+    names = ("fc_norm", "norm_output", "norm_before_fc", "norm_before_residual", "fc_bias", "attention_bias")
+    found = [name for name in names if getattr(config, name)]
+    return found + ([f"sliding_window {config.sliding_window}"] if config.sliding_window else [])
+
+
+def _check_equal(head: Head, again: Head, folder: Path) -> None:
+    """Raise UserError unless what was written is what was read, tensor by tensor."""
+    before, after = dict(head.named_parameters()), dict(again.named_parameters())
+    tables: list[tuple[Tensor, Tensor]] = [(before[name], after[name]) for name in before]
+    tables.append((head.draft_ids, again.draft_ids))
+    if before.keys() != after.keys() or not all(one.equal(other) for one, other in tables):
+        raise UserError(f"{folder}: the head read back is not the one imported")

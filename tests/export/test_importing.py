@@ -1,0 +1,138 @@
+"""`eagle import` makes a head of ours of another's, asks what is open, and leaves nothing half-made."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from eagle_cli.main import main
+from safetensors.torch import load_file, save_file
+
+from eagle_train.errors import UserError
+from eagle_train.evaluation.heads import find_head, open_head
+from eagle_train.export.export import export
+from eagle_train.export.importing import import_head
+from eagle_train.export.verify import reference_outputs
+from eagle_train.heads.disk import load_head
+from eagle_train.heads.foreign_config import Told
+from eagle_train.io import write_json
+
+
+def _target(folder: Path) -> str:
+    folder.mkdir(parents=True, exist_ok=True)
+    write_json(folder / "config.json", {"num_hidden_layers": 8, "dtype": "float32"})
+    return str(folder)
+
+
+def _as_spec_forge(source: Path, folder: Path) -> Path:
+    """Rewrite a head of ours as SpecForge leaves it: nested ids of layers' outputs, nothing of eagle's."""
+    folder.mkdir()
+    config = json.loads((source / "config.json").read_text())
+    for key in (
+        "eagle_train",
+        "eagle_aux_hidden_state_layer_ids",
+        "num_aux_hidden_states",
+        "rope_parameters",
+    ):
+        del config[key]
+    write_json(folder / "config.json", config)
+    save_file(load_file(source / "model.safetensors"), folder / "model.safetensors")
+    return folder
+
+
+def _run(*arguments: str) -> int:
+    with pytest.raises(SystemExit) as exit_:
+        main(["import", *arguments])
+    assert isinstance(exit_.value.code, int)
+    return exit_.value.code
+
+
+def test_an_imported_head_computes_the_same_and_knows_its_layers(head_dir, tmp_path, capsys):
+    source = head_dir("eagle3", draft_vocab_size=40, feature_layers=(2, 4, 5), fc_norm=True)
+    theirs, target = _as_spec_forge(source, tmp_path / "theirs"), _target(tmp_path / "target")
+    out = tmp_path / "ours"
+    assert _run(str(theirs), "--target", target, "--out", str(out)) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith(f"{out}: eagle3 head from the layout of SpecForge, float32, ")
+    assert lines[1] == "reads: hs[2], hs[4], hs[5]"
+    assert lines[2] == "RoPE: default, base 25000; draft vocabulary: 40 of 96 tokens"
+    assert lines[3] == "switches: fc_norm"
+    assert lines[-1] == f"next: eagle eval {out} --target {target}"
+    before, after = load_head(source), load_head(out)
+    assert torch.equal(reference_outputs(before), reference_outputs(after))
+    assert after.config.feature_layers == (2, 4, 5)
+    assert after.config.target == target
+    assert sorted(entry.name for entry in out.iterdir()) == [
+        "config.json",
+        "model.safetensors",
+        "provenance.json",
+    ]
+    record = json.loads((out / "provenance.json").read_text())
+    assert (record["made_by"], record["source"], record["layout"]) == ("eagle import", "theirs", "SpecForge")
+    import_head(theirs, out, target=target)  # an earlier import is replaced
+
+
+def test_what_is_open_is_asked_for_and_nothing_is_made(head_dir, tmp_path, capsys):
+    theirs = _as_spec_forge(head_dir("eagle3", feature_layers=(2, 4, 5)), tmp_path / "theirs")
+    out = tmp_path / "ours"
+    assert _run(str(theirs), "--out", str(out)) == 2
+    assert "give --target, whose depth may tell, or --layer-ids" in capsys.readouterr().err
+    assert _run(str(theirs), "--layer-ids", "2,4,x", "--out", str(out)) == 2
+    assert "--layer-ids 2,4,x: wanted numbers" in capsys.readouterr().err
+    assert not out.exists()
+    assert (
+        _run(str(theirs), "--layer-ids", "1,3,4", "--rope-theta", "500000", "--out", str(out), "--json") == 0
+    )
+    made = json.loads(capsys.readouterr().out)
+    assert made["feature_layers"] == [1, 3, 4]
+    assert made["rope"] == {"rope_type": "default", "rope_theta": 500000.0}
+    assert load_head(out).config.rope_parameters["rope_theta"] == 500000.0
+
+
+def test_a_head_of_ours_needs_no_import(head_dir, tmp_path):
+    with pytest.raises(UserError, match="is a head of eagle's own already"):
+        import_head(head_dir("eagle3"), tmp_path / "out")
+
+
+def test_a_pickle_is_found_and_imported_on_request(head_dir, tmp_path):
+    source = head_dir("eagle1")
+    theirs = tmp_path / "theirs"
+    theirs.mkdir()
+    config = json.loads((source / "config.json").read_text())
+    del config["eagle_train"]
+    write_json(theirs / "config.json", config)
+    torch.save(load_file(source / "model.safetensors"), theirs / "pytorch_model.bin")
+    assert find_head(theirs) == theirs
+    with pytest.raises(UserError, match="--allow-bin"):
+        import_head(theirs, tmp_path / "ours")
+    made = import_head(theirs, tmp_path / "ours", told=Told(pickled=True))
+    assert made["layout"] == "EAGLE"
+    assert torch.equal(reference_outputs(load_head(source)), reference_outputs(load_head(tmp_path / "ours")))
+
+
+def test_a_foreign_head_exports_and_opens_as_it_is(head_dir, tmp_path):
+    theirs = _as_spec_forge(head_dir("eagle3", feature_layers=(2, 4, 5)), tmp_path / "theirs")
+    target = _target(tmp_path / "target")
+    export(theirs, tmp_path / "served", engine="vllm", target=target)
+    exported = load_head(tmp_path / "served")
+    assert exported.config.feature_layers == (2, 4, 5)
+    assert torch.equal(reference_outputs(open_head(theirs, depth=8)), reference_outputs(exported))
+
+
+def test_an_import_that_fails_half_way_leaves_nothing(head_dir, tmp_path, monkeypatch):
+    import eagle_train.export.importing as module
+
+    theirs = _as_spec_forge(head_dir("eagle3", feature_layers=(2, 4, 5)), tmp_path / "theirs")
+
+    def other(folder):
+        head = load_head(folder)
+        with torch.no_grad():
+            head.norm.weight[0] += 1
+        return head
+
+    monkeypatch.setattr(module, "load_head", other)
+    with pytest.raises(UserError, match="is not the one imported"):
+        import_head(theirs, tmp_path / "ours", told=Told(layer_ids=(2, 4, 5)))
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["head", "theirs"]  # head: the fixture's
