@@ -85,6 +85,9 @@ def test_extends_overrides_only_what_it_names(tmp_path):
         ("data.tokens_per_step=null", "exactly one of tokens_per_step and rows_per_step"),
         ("head.kind=eagle1", "kind eagle1 has no fc_norm"),
         ("optim.lr=0", "learning rates must be above 0"),
+        ("optim.ema=1", "ema must lie in [0, 1)"),
+        ("schedule.decay_share=0", "decay_share: wanted a share above 0"),
+        ("loss.divergence=kll", "wanted cross_entropy or kl or reverse_kl or tv or lk; did you mean 'kl'?"),
         ("optim.lr=nan", "optim.lr: got nan, wanted a number of 0 or more"),
         ("run.eval_every=0", "run.eval_every: got 0, wanted 1 or more"),
         ("data.held_out=2.5", "data.held_out: got 2.5, wanted a share below 1 or a whole number"),
@@ -93,6 +96,18 @@ def test_extends_overrides_only_what_it_names(tmp_path):
 )
 def test_a_wrong_setting_is_one_line_naming_what_is_wanted(override, words):
     assert words in refused("eagle3", override)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["loss.divergence=lk", "loss.top_k_weight=1"], "belongs to divergence cross_entropy, got lk"),
+        (["run.patience=3", "data.held_out=0"], "run.patience: needs held-out conversations"),
+    ],
+)
+def test_settings_that_cannot_go_together_are_refused(overrides, words):
+    assert words in refused("eagle3", *overrides)
+    assert "needs a loss.token_weight" in refused("eagle1", "loss.top_k_weight=1", "loss.token_weight=0")
 
 
 def test_files_are_refused_by_name_and_key(tmp_path):

@@ -174,6 +174,30 @@ def test_further_layers_are_ordinary_llama_layers(kind):
     torch.testing.assert_close(_run(head, hidden, embeds), wanted.squeeze(0), atol=1e-5, rtol=1e-4)
 
 
+def test_norms_on_queries_and_keys_are_those_of_qwen3():
+    from transformers import Qwen3Config
+    from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
+
+    head = small_head("eagle3", num_hidden_layers=2, qk_norm=True)
+    further = head.layers[-1]
+    config = Qwen3Config(
+        **{k: v for k, v in TARGET.items() if k != "num_hidden_layers"}, attn_implementation="eager"
+    )
+    qwen = Qwen3DecoderLayer(config, layer_idx=0)
+    qwen.load_state_dict(further.state_dict())
+    below = torch.randn(7, 32)
+    mask = torch.full((7, 7), float("-inf")).triu(1)[None, None]
+    cos, sin = head.rotary(torch.arange(7))
+    doubled = (torch.cat([cos, cos], -1)[None], torch.cat([sin, sin], -1)[None])
+    wanted = qwen(below[None], attention_mask=mask, position_embeddings=doubled)
+
+    def attend(layer, q, k, v):
+        return softmax_attention(q, k, v, torch.ones(7, 7, dtype=torch.bool).tril())
+
+    got = further(further.input_layernorm(below), below, (cos, sin), attend)
+    torch.testing.assert_close(got, wanted.squeeze(0), atol=1e-5, rtol=1e-4)
+
+
 @pytest.mark.parametrize("kind", ["eagle1", "eagle3"])
 @pytest.mark.parametrize("layers", [1, 2])
 def test_chosen_rows_equal_those_of_the_whole(kind, layers):

@@ -12,7 +12,7 @@ from .small import TWO_DOCUMENTS, DenseMemory, small_batch, small_frozen, small_
 HEADS = [
     ("eagle3", {}),
     ("eagle3", {"fc_norm": True, "norm_output": True}),
-    ("eagle3", {"num_hidden_layers": 2}),
+    ("eagle3", {"num_hidden_layers": 2, "qk_norm": True}),
     ("eagle3", {"draft_vocab_size": None, "attention_bias": True}),
     ("eagle1", {}),
     ("eagle1", {"num_hidden_layers": 2, "fc_bias": True}),

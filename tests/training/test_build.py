@@ -9,6 +9,7 @@ import sys
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from eagle_train.errors import UserError
 from eagle_train.heads.disk import load_head
@@ -194,3 +195,40 @@ def test_a_refused_run_leaves_no_folder_behind(tmp_path, tiny, tiny_shards_dir):
     (tmp_path / "old" / "mine.txt").write_text("x")
     refused(tiny_shards_dir, tiny(), tmp_path / "old")
     assert [p.name for p in (tmp_path / "old").iterdir()] == ["mine.txt"]
+
+
+@pytest.mark.parametrize("kind", ["eagle3", "eagle1"])
+def test_the_first_layer_may_start_from_one_of_the_targets(kind, tiny, shards_of, tiny_target_dir):
+    shards = open_shards(shards_of(kind))
+    recipe = tiny("head.init_layer=6", kind=kind)
+    head = build.new_head(recipe, shards, shards.frozen_target())
+    layer = head.midlayer if kind == "eagle3" else head.layers[0]
+    stored = load_file(tiny_target_dir / "model.safetensors")
+    own = {name: value for name, value in layer.named_parameters()}
+    for name in (
+        "self_attn.o_proj",
+        "mlp.gate_proj",
+        "mlp.up_proj",
+        "mlp.down_proj",
+        "post_attention_layernorm",
+    ):
+        assert torch.equal(own[f"{name}.weight"], stored[f"model.layers.6.{name}.weight"])
+    for name in ("q_proj", "k_proj", "v_proj"):
+        weight, wanted = own[f"self_attn.{name}.weight"], stored[f"model.layers.6.self_attn.{name}.weight"]
+        assert torch.equal(weight[:, -32:], wanted)
+        assert not weight[:, :-32].any(), "what reads the embedding starts at zero"
+    if kind == "eagle3":
+        wanted = stored["model.layers.6.input_layernorm.weight"]
+        assert torch.equal(own["hidden_norm.weight"], wanted)
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        (["head.init_layer=8"], "has layers 0 to 7"),
+        (["head.init_layer=0", "head.intermediate_size=48"], "its mlp.down_proj.weight"),
+        (["head.init_layer=0", "head.qk_norm=true"], "its self_attn.k_norm.weight"),
+    ],
+)
+def test_a_layer_that_does_not_fit_is_refused(settings, words, tmp_path, tiny, tiny_shards_dir):
+    assert words in refused(tiny_shards_dir, tiny(*settings), tmp_path / "a")

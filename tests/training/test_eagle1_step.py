@@ -36,6 +36,31 @@ def test_step_equals_its_naive_twin(output_map):
         assert (a.grad - b.grad).abs().max() < 2e-5 * b.grad.abs().max(), name
 
 
+def test_more_steps_learn_from_the_heads_own_predictions_as_drafting_gives_them():
+    """HASS: step i's loss at row t is of f[t+1+i], predicted from step i-1's own prediction at t."""
+    num, decay = 3, 0.5
+    counts = torch.tensor([counted_rows(spans, num) for _, spans in TWO_DOCUMENTS]).sum(0)
+    frozen = small_frozen()
+    batch = small_batch("eagle1", frozen)
+    head, twin = small_head("eagle1"), small_head("eagle1")
+    options = {"num_steps": num, "step_decay": decay, "top_k": (3, 2.0)}
+    result = Eagle1Step(head, frozen, **options)(batch, counts)
+    loss = 0.0
+    for step in unroll(twin, frozen, batch, num, memory=DenseMemory):
+        last = batch.label_last[batch.label0[step.index] + step.number]
+        p, log_q = frozen.logits(last).softmax(-1), frozen.logits(step.out).log_softmax(-1)
+        top = p.topk(3, dim=-1).indices
+        cross = -(p * log_q).sum(-1) - 2.0 * (p.gather(-1, top) * log_q.gather(-1, top)).sum(-1)
+        regression = torch.nn.functional.smooth_l1_loss(step.out, last, reduction="none").mean(-1)
+        loss = loss + decay**step.number * (regression + 0.1 * cross).sum() / counts[step.number]
+    loss.backward()
+    result.loss.backward()
+    torch.testing.assert_close(result.loss, loss, rtol=1e-5, atol=0)
+    assert result.rows.tolist() == counts.tolist()
+    for (name, a), (_, b) in zip(head.named_parameters(), twin.named_parameters(), strict=True):
+        assert (a.grad - b.grad).abs().max() < 2e-5 * b.grad.abs().max(), name
+
+
 def test_noise_amplitude_falls_with_each_documents_length():
     feature = torch.zeros(40, 8)
     uniform = torch.ones(40, 8)

@@ -13,8 +13,12 @@ import torch
 from eagle_train.errors import UserError
 from eagle_train.io import load_tensors
 from eagle_train.losses.acceptance import AcceptanceCounts
+from eagle_train.shards.reader import open_shards
 from eagle_train.training import loop
+from eagle_train.training.checkpoints import read_head
+from eagle_train.training.held_out import predict_chain, split
 from eagle_train.training.interrupt import Interrupt
+from eagle_train.training.loader import Loader
 from eagle_train.training.loop import train
 from eagle_train.training.metrics import read_metrics
 from eagle_train.training.processes import Processes, join_processes, pick_precision
@@ -125,6 +129,32 @@ def test_a_new_best_is_saved_although_no_save_is_due(tmp_path, tiny, tiny_shards
     run = tmp_path / "run"
     train(tiny_shards_dir, tiny("run.eval_every=2", "run.save_every=100"), run, show=False)
     assert (run / "best").resolve().name == "step-000002"
+
+
+def test_patience_ends_a_run_that_no_longer_improves(tmp_path, tiny, tiny_shards_dir, monkeypatch):
+    scripted(monkeypatch, [1.0, 1.3, 1.2, 1.4, 1.3, 1.4, 1.6])
+    recipe = tiny("run.eval_every=1", "run.steps=50", "run.patience=2")
+    summary = train(tiny_shards_dir, recipe, tmp_path / "run", show=False)
+    assert (summary["steps"], summary["best_step"], summary["best_tau"]) == (5, 3, 1.4)
+    assert train(tiny_shards_dir, recipe, tmp_path / "run", show=False)["steps"] == 5
+    assert (tmp_path / "run" / "best").resolve().name == "step-000003"
+
+
+def test_an_average_is_what_is_evaluated_and_saved(tmp_path, train_tiny, weights, shards_of):
+    train_tiny("run", "optim.ema=0.5", "run.steps=6", "optim.lr=0.02")
+    stored = weights(tmp_path / "run" / "last")
+    assert not torch.allclose(stored["fc.weight"], stored["trained/fc.weight"], atol=1e-4)
+    line = read_metrics(tmp_path / "run")[-1]
+    shards = open_shards(shards_of("eagle3"))
+    loader = Loader(shards, "eagle3", 3, 9999)
+    held_out = split(shards.conversation_ids, 2.0)[1]
+    head = read_head(tmp_path / "run" / "last")
+    found = predict_chain(head, shards.frozen_target(), loader.evaluation(held_out), 3)
+    assert line["tau"] == round(found.tau, 5)
+    plain = train_tiny("plain", "run.steps=6", "optim.lr=0.02")
+    trained = weights(tmp_path / "plain" / "last")
+    assert torch.equal(trained["fc.weight"], stored["trained/fc.weight"]), "the average changes no training"
+    assert plain["steps"] == 6
 
 
 def test_without_held_out_conversations_best_is_the_last(tmp_path, tiny, tiny_shards_dir):

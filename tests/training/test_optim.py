@@ -11,6 +11,7 @@ from torch import nn
 
 from eagle_train.config import OptimRecipe, ScheduleRecipe
 from eagle_train.errors import UserError
+from eagle_train.training.average import Average
 from eagle_train.training.optim import Optimizers, lr_factor
 
 needs_muon = pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="this torch has no Muon")
@@ -111,6 +112,9 @@ def test_schedule_by_value():
     assert lr_factor(cosine, 8, 12, 0.0) == pytest.approx(0.55)
     assert lr_factor(replace(schedule, shape="constant"), 11, 12, 0.0) == 1
     assert lr_factor(replace(schedule, warmup_steps=0), 0, 12, 0.0) == 1
+    stable = ScheduleRecipe("wsd", warmup_steps=0, final=0.1, decay_share=0.25)
+    got = [lr_factor(stable, step, 8, 0.0) for step in range(8)]
+    assert got == pytest.approx([1, 1, 1, 1, 1, 1, 1, 0.55])
 
 
 def test_the_clock_shortens_the_schedule_when_it_is_ahead_of_the_steps():
@@ -119,3 +123,22 @@ def test_the_clock_shortens_the_schedule_when_it_is_ahead_of_the_steps():
     assert lr_factor(schedule, 50, 100, 0.75) == pytest.approx(0.25)
     assert lr_factor(schedule, 50, 100, 0.25) == pytest.approx(0.5)
     assert lr_factor(schedule, 50, None, 1.3) == 0
+
+
+def test_the_average_follows_the_weights_and_takes_their_place_for_a_while():
+    module = head()
+    average = Average(module, 0.2)
+    start = module.fc.weight.detach().clone()
+    with torch.no_grad():
+        module.fc.weight.add_(1.0)
+    average.update()  # decay min(0.2, 2 / 11)
+    with torch.no_grad():
+        module.fc.weight.add_(1.0)
+    average.update()  # decay min(0.2, 3 / 12)
+    first = start + 9 / 11
+    wanted = 0.2 * first + 0.8 * (start + 2)
+    trained = module.fc.weight.detach().clone()
+    with average.in_place():
+        torch.testing.assert_close(module.fc.weight.detach(), wanted)
+    assert torch.equal(module.fc.weight, trained)
+    assert torch.equal(average.state()["trained/fc.weight"], trained)
