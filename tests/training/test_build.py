@@ -204,7 +204,7 @@ def test_the_first_layer_may_start_from_one_of_the_targets(kind, tiny, shards_of
     head = build.new_head(recipe, shards, shards.frozen_target())
     layer = head.midlayer if kind == "eagle3" else head.layers[0]
     stored = load_file(tiny_target_dir / "model.safetensors")
-    own = {name: value for name, value in layer.named_parameters()}
+    own = dict(layer.named_parameters())
     for name in (
         "self_attn.o_proj",
         "mlp.gate_proj",
