@@ -13,15 +13,15 @@ import torch
 from eagle_train.data.prepare import prepare
 from eagle_train.errors import UserError
 from eagle_train.evaluation.figures import acceptance_figures
-from eagle_train.evaluation.heads import find_head, open_head
-from eagle_train.heads.config import HeadConfig
+from eagle_train.evaluation.heads import find_head, open_head, run_of
+from eagle_train.heads.config import HeadConfig, check_window
 from eagle_train.heads.disk import Head
 from eagle_train.io import read_json
 from eagle_train.losses.acceptance import AcceptanceCounts
 from eagle_train.progress import progress
 from eagle_train.recipe_files import load_recipe
 from eagle_train.shards.reader import Shards, open_shards
-from eagle_train.shards.schema import MANIFEST, holds_all_last, holds_aux
+from eagle_train.shards.schema import MANIFEST, holds_feature_of
 from eagle_train.targets.extract import extract
 from eagle_train.targets.load import default_device
 from eagle_train.training.held_out import predict_chain, split
@@ -55,8 +55,10 @@ def predict(
     """
     if gamma < 1:
         raise UserError(f"gamma: got {gamma}, wanted at least 1")
-    loaded = open_head(head) if isinstance(head, str | Path) else copy.deepcopy(head)  # it is cast below
+    depth = open_shards(texts).info["num_layers"] if (Path(texts) / MANIFEST).is_file() else None
     name = str(head) if isinstance(head, str | Path) else "as given"
+    # a copy: it is cast below
+    loaded = open_head(head, depth=depth) if isinstance(head, str | Path) else copy.deepcopy(head)
     device = default_device() if device is None else device
     if (Path(texts) / MANIFEST).is_file():
         shards = open_shards(texts)
@@ -132,11 +134,12 @@ def _wanted_layers(config: HeadConfig) -> tuple[int, ...] | None:
 def _check(config: HeadConfig, shards: Shards) -> None:
     """Refuse shards that do not hold what the head reads."""
     features, vocabulary = shards.info["features"], int(shards.info["vocab_size"])
-    if not (holds_aux(features) if config.kind == "eagle3" else holds_all_last(features)):
+    if not holds_feature_of(config.kind, features):
         raise UserError(
             f"{shards.folder}: features of {features}, the head is {config.kind}; "
             f"re-run: eagle extract --for {config.kind}"
         )
+    check_window(config, int(shards.lengths.max()), str(shards.folder))
     wanted = config.layers_for(int(shards.info["num_layers"]))
     if config.kind == "eagle3" and tuple(shards.info["layer_ids"]) != wanted:
         raise UserError(
@@ -153,14 +156,10 @@ def _check(config: HeadConfig, shards: Shards) -> None:
 def _rows_to_read(head: str | Path | Head, shards: Shards) -> tuple[list[int], str]:
     """Return all rows, or those held out where the head was trained on these shards."""
     everything = list(range(shards.num_rows))
-    run = _run_of(head) if isinstance(head, str | Path) else None
-    if run is None or read_json(run / RECORD, "choose another run").get("shards") != fingerprint(shards):
+    run = run_of(find_head(head).resolve()) if isinstance(head, str | Path) else None
+    if run is None or not all((run / name).is_file() for name in (RECORD, RECIPE)):
+        return everything, "all"
+    if read_json(run / RECORD, "choose another run").get("shards") != fingerprint(shards):
         return everything, "all"
     held_out = split(shards.conversation_ids, load_recipe(run / RECIPE).data.held_out)[1]
     return (held_out, "held out from training") if held_out else (everything, "all, also those trained on")
-
-
-def _run_of(head: str | Path) -> Path | None:
-    folder = find_head(head).resolve()
-    run = folder.parent.parent
-    return run if (run / RECORD).is_file() and (run / RECIPE).is_file() else None

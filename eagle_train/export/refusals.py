@@ -12,10 +12,17 @@ from eagle_train.heads.disk import Head
 
 NAMES = {"vllm": "vLLM", "sglang": "SGLang", "speculators": "speculators", "eagle": "EAGLE's repository"}
 _IGNORES = {  # switches of the forward that an engine does not know
-    "vllm": (),
-    "sglang": ("norm_before_fc", "norm_before_residual"),
-    "speculators": (),
-    "eagle": ("fc_norm", "norm_output", "norm_before_fc", "norm_before_residual", "target_hidden_size"),
+    "vllm": ("qk_norm",),
+    "sglang": ("qk_norm", "norm_before_fc", "norm_before_residual"),
+    "speculators": ("qk_norm",),
+    "eagle": (
+        "qk_norm",
+        "fc_norm",
+        "norm_output",
+        "norm_before_fc",
+        "norm_before_residual",
+        "target_hidden_size",
+    ),
 }
 
 

@@ -259,6 +259,15 @@ def is_own(value: Mapping[str, Any]) -> bool:
     return isinstance(value.get(_OWN_KEY), Mapping)
 
 
+def check_window(config: HeadConfig, longest: int, where: str) -> None:
+    """Raise UserError where rows are so long that full attention is not what the head does."""
+    if config.sliding_window is not None and longest > config.sliding_window:
+        raise UserError(
+            f"{where}: the head sees {config.sliding_window} tokens, the longest row has {longest}, and "
+            "without decoding attention is computed over whole rows; use rows cut to that length"
+        )
+
+
 def default_layers(num_target_layers: int) -> tuple[int, ...]:
     """Return (2, n//2, n-3), the layers EAGLE-3 captures; UserError for n < 7, where they coincide."""
     n = num_target_layers

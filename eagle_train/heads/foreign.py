@@ -104,7 +104,11 @@ def read_any(
     """
     if not is_foreign(folder):
         return load_head(folder)
-    read = read_foreign(folder, told, num_target_layers)
+    try:
+        read = read_foreign(folder, told, num_target_layers)
+    except UserError as error:
+        hint = " (an option of eagle import)" if told is None and "--" in str(error) else ""
+        raise UserError(f"{error}{hint}") from error
     for note in read.notes:
         warnings.warn(f"{folder}: {note}", stacklevel=2)
     if tables is not None:

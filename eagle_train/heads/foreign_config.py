@@ -91,6 +91,7 @@ def resolve(
         "hidden_act": reader.get("hidden_act") or "silu",
         "attention_bias": f"{first}.self_attn.q_proj.bias" in weights,
         "fc_bias": "fc.bias" in weights,
+        "qk_norm": f"{first}.self_attn.q_norm.weight" in weights,
         "sliding_window": _window(reader, told, tensors.num_layers),
         "target": _target(value),
     }

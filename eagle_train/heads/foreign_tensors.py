@@ -21,8 +21,6 @@ PICKLED, INDEX = "pytorch_model.bin", "model.safetensors.index.json"
 _DROPPED = ("rotary_emb.inv_freq", "verifier_norm.weight", "verifier_lm_head.weight")
 _RENAMED = {"fusion_fc.": "fc.", "transformer.": "layers.0."}  # speculators, EAGLE-1
 _NOT_COMPUTED = {
-    "q_norm": "norms on queries and keys",
-    "k_norm": "norms on queries and keys",
     "kv_a_proj": "latent attention",
     "kv_b_proj": "latent attention",
     "experts": "a mixture of experts",
@@ -71,8 +69,8 @@ def read_tensors(folder: Path, pickled: bool) -> dict[str, Tensor]:
         raise UserError(f"{folder}: holds neither {WEIGHTS} nor {PICKLED}; wanted a draft head")
     if not pickled:
         raise UserError(
-            f"{file}: a pickle, which is read (weights only) on request alone; give --allow-bin, or make "
-            f"a directory of it once: eagle import {folder} --allow-bin --out head/"
+            f"{file}: a pickle, which is read (weights only) on request alone: "
+            f"eagle import {folder} --allow-bin --out head/"
         )
     try:
         loaded = torch.load(file, map_location="cpu", weights_only=True)

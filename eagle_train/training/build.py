@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,13 +12,14 @@ from torch import nn
 
 from eagle_train.config import Recipe
 from eagle_train.errors import UserError
-from eagle_train.heads.config import HeadConfig
+from eagle_train.heads.config import HeadConfig, check_window
 from eagle_train.heads.disk import Head, build_head
 from eagle_train.heads.draft_vocab import choose_draft_ids, coverage
 from eagle_train.heads.eagle1 import Eagle1Head
 from eagle_train.heads.eagle3 import Eagle3Head
+from eagle_train.heads.foreign import read_any
 from eagle_train.shards.schema import holds_feature_of
-from eagle_train.training.checkpoints import head_folder, read_head
+from eagle_train.training.checkpoints import head_folder
 from eagle_train.training.eagle1_step import Eagle1Step
 from eagle_train.training.eagle3_step import Eagle3Step
 from eagle_train.training.target_layer import start_from_layer
@@ -25,6 +27,20 @@ from eagle_train.training.target_layer import start_from_layer
 if TYPE_CHECKING:
     from eagle_train.shards.frozen_target import FrozenTarget
     from eagle_train.shards.reader import Shards
+
+_KEPT = (  # of a head that training starts from: what no recipe names
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "max_position_embeddings",
+    "rope_parameters",
+    "rms_norm_eps",
+    "norm_before_fc",
+    "norm_before_residual",
+    "sliding_window",
+    "fc_bias",
+    "attention_bias",
+)
 
 
 def check_shards(recipe: Recipe, shards: Shards) -> None:
@@ -45,24 +61,35 @@ def check_shards(recipe: Recipe, shards: Shards) -> None:
 
 def wanted_config(recipe: Recipe, shards: Shards, frozen: FrozenTarget) -> HeadConfig:
     """Return the config of the head that the recipe asks for on this target."""
-    settings, vocabulary = recipe.head, frozen.vocab_size
-    if (settings.draft_vocab_size or 0) > vocabulary:
+    info = shards.info
+    config = config_on(recipe, frozen.config, frozen.vocab_size, info["layer_ids"], str(shards.folder))
+    return dataclasses.replace(config, target=str(info["target"]["name"]))
+
+
+def config_on(
+    recipe: Recipe, target_config: dict[str, Any], vocab_size: int, layer_ids: Sequence[int], where: str
+) -> HeadConfig:
+    """Return the config of the recipe's head on a target of this (text) config, reading these layers.
+
+    Raises UserError, beginning with `where`, for a draft vocabulary above the target's.
+    """
+    settings = recipe.head
+    if (settings.draft_vocab_size or 0) > vocab_size:
         raise UserError(
-            f"{shards.folder}: the target has {vocabulary} tokens; recipe {recipe.name} wants "
-            f"head.draft_vocab_size {settings.draft_vocab_size}. Set at most {vocabulary}, or null for all"
+            f"{where}: the target has {vocab_size} tokens; recipe {recipe.name} wants "
+            f"head.draft_vocab_size {settings.draft_vocab_size}. Set at most {vocab_size}, or null for all"
         )
     return HeadConfig.for_target(
-        frozen.config,
+        target_config,
         settings.kind,
-        vocab_size=vocabulary,
-        draft_vocab_size=settings.draft_vocab_size or vocabulary,
-        feature_layers=tuple(shards.info["layer_ids"]) if settings.kind == "eagle3" else None,
+        vocab_size=vocab_size,
+        draft_vocab_size=settings.draft_vocab_size or vocab_size,
+        feature_layers=tuple(layer_ids) if settings.kind == "eagle3" else None,
         num_hidden_layers=settings.num_hidden_layers,
         intermediate_size=settings.intermediate_size,
         fc_norm=settings.fc_norm,
         norm_output=settings.norm_output,
         qk_norm=settings.qk_norm,
-        target=str(shards.info["target"]["name"]),
     )
 
 
@@ -90,18 +117,22 @@ def new_head(recipe: Recipe, shards: Shards, frozen: FrozenTarget) -> Head:
 
 
 def warm_head(source: str | Path, recipe: Recipe, shards: Shards, frozen: FrozenTarget) -> Head:
-    """Return the head at `source` (a run or a head directory), with its own draft vocabulary.
+    """Return the head at `source` (a run or a head directory, also another's), with its own draft vocabulary.
 
-    Raises UserError naming the first difference from what the recipe and these shards ask for.
+    Settings that no recipe names, such as RoPE, stay the head's. Raises UserError naming the first difference
+    from what the recipe and these shards ask for.
     """
-    head = read_head(head_folder(source))
+    depth, tables = int(shards.info["num_layers"]), (frozen.embedding, frozen.lm_head)
+    head = read_any(head_folder(source), num_target_layers=depth, tables=tables).float()
+    check_window(head.config, int(shards.lengths.max()), str(source))
     wanted = wanted_config(recipe, shards, frozen)
     have = dataclasses.replace(head.config, dtype=wanted.dtype, target=wanted.target)
     if not have.feature_layers:  # a foreign config without ids: engines take the default layers
-        have = dataclasses.replace(have, feature_layers=have.layers_for(int(shards.info["num_layers"])))
+        have = dataclasses.replace(have, feature_layers=have.layers_for(depth))
+    kept = _KEPT if recipe.head.intermediate_size is not None else (*_KEPT, "intermediate_size")
     for field in dataclasses.fields(HeadConfig):
         found, asked = getattr(have, field.name), getattr(wanted, field.name)
-        if field.name != "max_position_embeddings" and found != asked:
+        if field.name not in kept and found != asked:
             raise UserError(
                 f"--init-from {source}: {field.name} {found}; recipe {recipe.name} on these shards wants "
                 f"{asked}. Give another head, or set the recipe to the head's"

@@ -149,6 +149,8 @@ class Forward:
             read = stream = self.linear(torch.cat([embeds, hidden], dim=-1), self.how.get("fc", "fc"))
         q, k, v = (self.linear(read, f"{p}.self_attn.{n}_proj").unflatten(-1, (-1, HD)) for n in "qkv")
         angles = positions[:, None, None] * self.frequencies
+        if f"{p}.self_attn.q_norm.weight" in self.w:
+            q, k = (self.norm(x, f"{p}.self_attn.{n}_norm.weight") for x, n in ((q, "q"), (k, "k")))
         q, k = self.turn(q, angles), self.turn(k, angles)
         rows = []
         for t in range(len(read)):
@@ -208,6 +210,12 @@ _EAGLE3_CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, An
         {**SPECULATORS, "norm_before_fc": True, "norm_output": True},
         {"extra": {"input_norm.weight": torch.linspace(0.5, 1.5, 3 * H)}},
         {"norm_before_fc": True, "norm_output": True},
+    ),
+    "speculators, qwen3": (
+        "layers.0",
+        {**SPECULATORS, "transformer_layer_config": {"model_type": "qwen3", **SIZES}},
+        {"extra": {f"layers.0.self_attn.{n}_norm.weight": torch.linspace(0.5, 2, HD) for n in "qk"}},
+        {},
     ),
     "norm before fc said in eagle_config": (
         "layers.0",
@@ -300,7 +308,9 @@ def test_a_pickle_is_read_weights_only_and_on_request(tmp_path):
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(EAGLE3))
     torch.save(tensors, folder / "pytorch_model.bin")
-    with pytest.raises(UserError, match=r"a pickle, which is read .* on request alone; give --allow-bin"):
+    with pytest.raises(
+        UserError, match=r"a pickle, which is read .* on request alone: eagle import .* --allow-bin"
+    ):
         read_foreign(folder)
     assert_same(read_foreign(folder, Told(pickled=True)).head, Forward(tensors, "midlayer", eagle3=True))
 
@@ -466,7 +476,6 @@ def test_what_is_not_computed_or_left_open_is_refused_by_name(case, tmp_path):
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("midlayer.self_attn.q_norm.weight", "norms on queries and keys"),
         ("midlayer.mlp.experts.0.up_proj.weight", "a mixture of experts"),
         ("midlayer.mlp.up_proj.weight_scale", "quantised weights"),
         ("mask_hidden", "parallel drafting"),

@@ -185,7 +185,29 @@ def test_a_warm_start_keeps_layer_ids_and_target_and_refuses_other_layers(
     config["eagle_config"] = {"eagle_aux_hidden_state_layer_ids": [1, 2, 4]}  # hs[2], hs[3], hs[5]
     (foreign / "config.json").write_text(json.dumps(config))
     words = refused(tiny_shards_dir, tiny(), tmp_path / "a", init_from=str(foreign))
+    assert "say --layer-ids 1,2,4 or --layer-ids 2,3,5 (an option of eagle import)" in words
+    config["eagle_aux_hidden_state_layer_ids"] = [2, 3, 5]
+    (foreign / "config.json").write_text(json.dumps(config))
+    words = refused(tiny_shards_dir, tiny(), tmp_path / "a", init_from=str(foreign))
     assert "feature_layers (2, 3, 5); recipe eagle3-tiny on these shards wants (2, 4, 5)" in words
+
+
+def test_a_warm_start_from_another_toolkit_goes_on_with_its_forward(tmp_path, tiny, tiny_shards_dir, trained):
+    _, folder, _ = trained
+    config = json.loads((folder / "config.json").read_text())
+    foreign = shutil.copytree(folder, tmp_path / "foreign")
+    del config["eagle_train"]
+    changes = {"norm_before_residual": True, "rope_theta": 5e5, "rope_parameters": None, "rms_norm_eps": 2e-6}
+    (foreign / "config.json").write_text(json.dumps(config | changes))
+    train(tiny_shards_dir, tiny("run.steps=1"), tmp_path / "warm", init_from=str(foreign), show=False)
+    after = load_head(tmp_path / "warm" / "last").config
+    assert after.norm_before_residual
+    assert after.rope_parameters["rope_theta"] == 5e5
+    assert after.rms_norm_eps == 2e-6
+    window = {"sliding_window": 4, "layer_types": ["sliding_attention"]}
+    (foreign / "config.json").write_text(json.dumps(config | window))
+    words = refused(tiny_shards_dir, tiny(), tmp_path / "a", init_from=str(foreign))
+    assert "the head sees 4 tokens, the longest row has" in words
 
 
 def test_a_refused_run_leaves_no_folder_behind(tmp_path, tiny, tiny_shards_dir):
