@@ -16,7 +16,19 @@ import typer
 
 from eagle_train.errors import UserError
 
-from . import demo, eval, export, extract, generate, import_, inspect, prepare, train
+from . import (
+    demo,
+    eval,
+    export,
+    extract,
+    generate,
+    import_,
+    inspect,
+    plan,
+    prepare,
+    shards,
+    train,
+)
 
 app = typer.Typer(
     name="eagle",
@@ -26,7 +38,19 @@ app = typer.Typer(
     rich_markup_mode="markdown",
     pretty_exceptions_enable=False,
 )
-for _command in (prepare, inspect, extract, train, eval, generate, export, import_, demo):
+for _command in (
+    prepare,
+    inspect,
+    plan,
+    extract,
+    shards,
+    train,
+    eval,
+    generate,
+    export,
+    import_,
+    demo,
+):
     app.command(name=_command.NAME, help=_command.HELP, epilog=_command.EXAMPLES)(_command.run)
 
 _USAGE_ERROR: type[Exception] = typer.BadParameter.__mro__[2]  # ClickException, wherever typer has it from
@@ -43,6 +67,7 @@ def _top(version: bool = typer.Option(False, "--version", help="Print the versio
 
 def main(arguments: list[str] | None = None) -> NoReturn:
     """Run one command and leave with its exit code."""
+    os.environ.setdefault("HF_HUB_VERBOSITY", "error")  # what fails is said once, not at every retry
     signal.signal(signal.SIGTERM, _terminate)
     warnings.formatwarning = lambda message, *_, **__: f"warning: {message}\n"  # type: ignore[assignment]
     try:

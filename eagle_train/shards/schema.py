@@ -206,12 +206,16 @@ class Plan:
             ],
         }
 
-    def create(self, folder: Path) -> bool:
-        """Write ``plan.json``, one line a shard; return False where there is one already."""
+    def text(self) -> str:
+        """Return what ``plan.json`` holds: settings readable, one line a shard."""
         record = self.to_json()
         shards = ",\n".join("    " + json.dumps(shard, separators=(",", ":")) for shard in record["shards"])
         head = json.dumps({**record, "shards": []}, indent=2).removesuffix("[]\n}")
-        return create_text(folder / PLAN, f"{head}[\n{shards}\n  ]\n}}\n")
+        return f"{head}[\n{shards}\n  ]\n}}\n"
+
+    def create(self, folder: Path) -> bool:
+        """Write ``plan.json``; return False where there is one already."""
+        return create_text(folder / PLAN, self.text())
 
     @classmethod
     def load(cls, folder: Path) -> Plan:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from math import ceil
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ from torch import Tensor
 from eagle_train.errors import UserError
 from eagle_train.io import save_tensors
 from eagle_train.shards.codecs import CODECS, encode
-from eagle_train.shards.files import DTYPE_NAMES, ShardFile, checksum, open_shard
+from eagle_train.shards.files import ShardFile, checksum, open_shard
 from eagle_train.shards.manifest import described
 from eagle_train.shards.plan import RowTable, num_labels
 from eagle_train.shards.schema import (
@@ -23,7 +22,6 @@ from eagle_train.shards.schema import (
     HEADER_KEY,
     Plan,
     shard_name,
-    tensor_bytes,
     tensor_shapes,
 )
 
@@ -146,23 +144,6 @@ def shard_header(
         "skipped": [_skipped(table, row) for row in bad],
         "checksums": checksums,
     }
-
-
-def file_size(plan: Plan, number: int, table: RowTable) -> int:
-    """Return the bytes that shard `number` takes as a file, when no row of it is bad."""
-    shard = plan.shards[number]
-    num_spans = sum(len(table.spans[row]) for row in shard.rows)
-    shapes = tensor_shapes(plan.setting, len(shard.rows), num_spans, shard.tokens, shard.labels)
-    checksums = dict.fromkeys(shapes, "0" * 64)
-    header = shard_header(plan, number, table, [], checksums)
-    entries: dict[str, Any] = {"__metadata__": {HEADER_KEY: json.dumps(header)}}
-    at = 0
-    for name, (dtype, shape) in shapes.items():
-        size = tensor_bytes({name: (dtype, shape)})
-        entries[name] = {"dtype": DTYPE_NAMES[dtype], "shape": shape, "data_offsets": [at, at + size]}
-        at += size
-    text = json.dumps(entries, separators=(",", ":"))
-    return 8 + ceil(len(text) / 8) * 8 + at
 
 
 def _ragged(table: RowTable, rows: list[int]) -> dict[str, Tensor]:

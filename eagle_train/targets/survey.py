@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -19,6 +20,7 @@ from eagle_train.shards.codecs import CODECS, check_codec
 from eagle_train.shards.frozen_target import TENSORS
 from eagle_train.shards.plan import RowTable, default_shard_tokens, make_plan
 from eagle_train.shards.schema import MANIFEST, PLAN, Plan, Setting, check_features, holds_aux
+from eagle_train.shards.sizes import directory_size
 from eagle_train.shards.writer import finished_shard
 from eagle_train.targets import checkpoint
 from eagle_train.targets.capture import check_layer_ids, default_layer_ids
@@ -40,12 +42,21 @@ class Survey:
     device: torch.device
     dtype: torch.dtype
     num_parameters: int
+    config: Any  # the target's, of transformers
 
     @property
     def target_bytes(self) -> int:
-        """Bytes of the frozen target's file, embedding and lm_head counted as untied."""
+        """Bytes of the frozen target's files: embedding, lm_head where it is not tied, and the config."""
         setting = self.plan.setting
-        return 2 * setting.vocab_size * setting.hidden_size * self.dtype.itemsize
+        count = 1 if self.config.get_text_config().tie_word_embeddings else 2
+        tensors = count * setting.vocab_size * setting.hidden_size * self.dtype.itemsize
+        return tensors + len(json.dumps(checkpoint.plain_config(self.config.get_text_config()), indent=2))
+
+    def directory_size(self, codec: str) -> int:
+        """Bytes of everything that extraction writes with this codec."""
+        plan = make_plan(self.table, replace(self.plan.setting, codec=codec))
+        distinct = len(self.rows_info.get("supervised_frequencies", {}))
+        return directory_size(plan, self.table, distinct, self.target_bytes)
 
     def size_text(self) -> str:
         """One line: rows, tokens, shards, bytes on disk."""
@@ -61,7 +72,7 @@ class Survey:
 def survey(
     rows_dir: str | Path,
     target: str,
-    out: str | Path,
+    out: str | Path | None,
     *,
     features: str = "eagle3",
     codec: str = "bf16",
@@ -75,7 +86,8 @@ def survey(
 ) -> Survey:
     """Read rows and config, check that they belong together, and plan.
 
-    `batch_tokens`, `shard_tokens` and `threads` default to those of a plan that `out` already holds.
+    `batch_tokens`, `shard_tokens` and `threads` default to those of a plan that `out` already holds; `out`
+    None plans anew.
     Raises UserError for anything the user must change.
     """
     from eagle_train.data.rows import open_rows
@@ -109,7 +121,7 @@ def survey(
             raise UserError(f"--for {features} needs layers; leave --layers out for the default three")
     elif layer_ids is not None:
         raise UserError(f"--for {features} stores no layers; leave --layers out")
-    known = _known(Path(out))
+    known = None if out is None else _known(Path(out))
     parameters = checkpoint.count_parameters(config, trust_remote_code)
     budget = batch_tokens or (known.batch_tokens if known else _BATCH_TOKENS.get(place.type, 4096))
     if budget < 1 or (shard_tokens is not None and shard_tokens < 1) or (threads is not None and threads < 1):
@@ -130,14 +142,15 @@ def survey(
         shard_tokens=shard_tokens
         or (known.shard_tokens if known else default_shard_tokens(int(table.lengths.sum()), budget)),
     )
-    if known is not None:  # all but the weights, which are not loaded yet
+    if known is not None and out is not None:  # all but the weights, which are not loaded yet
         same = {
             **setting.target,
             "revision": known.target["revision"],
             "fingerprint": known.target["fingerprint"],
         }
         known.refuse_other(replace(setting, target=same, vocab_size=known.vocab_size), Path(out))
-    return Survey(rows.dataset, table, rows.info, make_plan(table, setting), place, kept, parameters)
+    plan = make_plan(table, setting)
+    return Survey(rows.dataset, table, rows.info, plan, place, kept, parameters, config)
 
 
 def _known(out: Path) -> Setting | None:
@@ -186,11 +199,11 @@ def refuse_full_disk(work: Survey, out: Path) -> None:
 
 def _codec_that_fits(work: Survey, room: int) -> str | None:
     """Return the largest codec whose shards fit into `room` bytes; None where none does."""
-    sizes = {name: make_plan(work.table, replace(work.plan.setting, codec=name)).size for name in CODECS}
+    sizes = {name: work.directory_size(name) - work.target_bytes for name in CODECS}
     return max((name for name in sizes if sizes[name] <= room), key=sizes.__getitem__, default=None)
 
 
-def default_processes(work: Survey, out: Path) -> int:
+def default_processes(work: Survey, out: Path | None) -> int:
     """Return how many workers to start on this machine: one a GPU; one a core where memory allows.
 
     Never more than there are shards to do, and one where the work is smaller than starting others.
@@ -200,11 +213,11 @@ def default_processes(work: Survey, out: Path) -> int:
     else:
         weights = work.num_parameters * work.dtype.itemsize
         most = max(1, min(num_cores() // work.plan.setting.threads, _fitting(weights, free_memory())))
-    known = Plan.load(out) if (out / PLAN).is_file() else None
+    known = Plan.load(out) if out is not None and (out / PLAN).is_file() else None
     todo = [
         shard.tokens
         for number, shard in enumerate(work.plan.shards)
-        if known is None or finished_shard(out, known, number) is None
+        if known is None or out is None or finished_shard(out, known, number) is None
     ]
     if 2 * work.num_parameters * sum(todo) < _WORTH_SHARING:
         return 1

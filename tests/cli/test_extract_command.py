@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -92,6 +95,22 @@ def test_missing_rows_are_named(
     assert _run(tmp_path / "none", "--target", tiny_target_dir, "--out", tmp_path / "out") == 2
     assert capsys.readouterr().err.startswith(f"error: {tmp_path}/none/rows.json: not found")
     assert not (tmp_path / "out").exists()
+
+
+def test_a_hub_that_does_not_answer_is_one_line(tiny_rows_dir: Path, tmp_path: Path) -> None:
+    program = "import sys, time; time.sleep = lambda seconds: None\n"  # it retries, with growing pauses
+    program += "from eagle_cli.main import main; main(sys.argv[1:])"
+    arguments = ["extract", str(tiny_rows_dir), "--target", "nobody/nothing", "--out", str(tmp_path / "out")]
+    ran = subprocess.run(
+        [sys.executable, "-c", program, *arguments],
+        env={**os.environ, "HF_ENDPOINT": "http://127.0.0.1:9", "HF_HOME": str(tmp_path / "empty")},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert ran.returncode == 2
+    (line,) = ran.stderr.splitlines()
+    assert line.startswith("error: nobody/nothing: no tokenizer could be loaded (We couldn't connect")
 
 
 def test_an_interrupt_keeps_finished_shards_and_the_same_command_goes_on(

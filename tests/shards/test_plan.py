@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from eagle_train.errors import UserError
 from eagle_train.shards.plan import RowTable, default_shard_tokens, label_positions, make_batches, make_plan
 from eagle_train.shards.schema import Plan, Setting
-from eagle_train.shards.writer import file_size
+from eagle_train.shards.sizes import file_size
 
 SETTING = Setting(
     rows_fingerprint="r",

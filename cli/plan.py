@@ -1,0 +1,94 @@
+"""``eagle plan``: parse, then one call."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import typer
+
+NAME = "plan"
+HELP = "Say what extraction and training will take: bytes, memory, hours. Nothing is made."
+EXAMPLES = """
+**Examples**
+
+    eagle plan rows/ --target HuggingFaceTB/SmolLM2-135M-Instruct --recipe eagle3-smollm2
+
+    eagle plan rows/ --target ./my-model --recipe eagle3 --codec fp8 --seconds 0
+
+    eagle plan rows/ --target ./my-model --recipe eagle3 --set run.epochs=2 --processes 8 --json
+"""
+
+
+def run(
+    rows: Path = typer.Argument(..., metavar="ROWS", help="The folder that eagle prepare made."),
+    target: str = typer.Option(..., "--target", help="The target: hub id, directory or .gguf file."),
+    recipe: str = typer.Option(..., "--recipe", help="A built-in recipe or a .yaml file, as for train."),
+    settings: list[str] = typer.Option(
+        [], "--set", metavar="KEY=VALUE", help="Change one setting, such as run.epochs=2; repeatable."
+    ),
+    codec: str = typer.Option("bf16", "--codec", help="How states would be stored: bf16, fp32, fp8 or int8."),
+    dtype: str = typer.Option("auto", "--dtype", help="The target's dtype: fp32, bf16, fp16, auto."),
+    device: str | None = typer.Option(
+        None, "--device", help="cpu, cuda or cuda:N; default a GPU where there is one."
+    ),
+    processes: int | None = typer.Option(
+        None, "--processes", min=1, help="Extraction workers; default as many as extract would start."
+    ),
+    seconds: float = typer.Option(
+        10.0, "--seconds", min=0, max=3600, help="Try extraction and training so long each; 0 leaves it out."
+    ),
+    trust_remote_code: bool = typer.Option(
+        False, "--trust-remote-code", help="Run code that the checkpoint brings along."
+    ),
+    as_json: bool = typer.Option(False, "--json", help="Print the figures as JSON."),
+) -> None:
+    from eagle_train.estimate import estimate
+    from eagle_train.recipe_files import load_recipe
+
+    found = estimate(
+        rows,
+        target,
+        load_recipe(recipe, settings),
+        codec=codec,
+        dtype=dtype,
+        device=device,
+        processes=processes,
+        seconds=seconds,
+        trust_remote_code=trust_remote_code,
+    )
+    if as_json:
+        print(json.dumps(found))
+        return
+    for line in _lines(found):
+        print(line)
+    print(f"next: eagle extract {rows} --target {target} --codec {codec} --out shards/")
+
+
+def _lines(found: dict[str, Any]) -> list[str]:
+    from eagle_train.progress import bytes_text
+
+    sizes = ", ".join(f"{codec} {bytes_text(size)}" for codec, size in found["bytes"].items())
+    memory, hours = found["memory"], found["hours"]
+    lines = [
+        f"{found['rows']:,} rows, {found['tokens']:,} tokens, {found['labels']:,} supervised: "
+        f"{found['shards']} shards",
+        f"disk by codec: {sizes}",
+        f"memory of a device, activations left out: extraction {bytes_text(memory['target'])} "
+        f"(target in {found['dtype']}); training {bytes_text(memory['training'])} "
+        f"(head of {memory['head_parameters'] / 1e6:.1f} M parameters)",
+    ]
+    if hours is not None:
+        lines += [
+            f"extract: {_time(hours['extract'])} on {found['workers']} x {found['device']}, each "
+            f"{found['extract_tokens_per_second_of_a_worker']:,.0f} tokens/s",
+            f"train: {_time(hours['train'])} on one {found['device']}, "
+            f"{found['train_tokens_per_second']:,.0f} tokens/s"
+            + (f", {found['train_tokens']:,} tokens" if found["train_tokens"] is not None else ""),
+        ]
+    return lines
+
+
+def _time(hours: float) -> str:
+    return f"{hours:.1f} hours" if hours >= 1 else f"{60 * hours:.1f} minutes"

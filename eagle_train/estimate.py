@@ -1,0 +1,218 @@
+"""What extraction and training will take, before any of it is done: bytes, memory, hours.
+
+Bytes and memory follow from the rows, the target's config and the recipe. Hours come from a calibration
+on this machine: the target's own batches for some seconds, then the recipe's own training on what they
+left.
+"""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from eagle_train.config import Recipe
+from eagle_train.errors import UserError
+from eagle_train.heads.disk import build_head
+from eagle_train.shards.codecs import CODECS
+from eagle_train.shards.manifest import close_directory
+from eagle_train.shards.sampler import Plan as Order
+from eagle_train.shards.schema import Plan, PlannedShard
+from eagle_train.shards.writer import ShardBuffer
+from eagle_train.targets.batch import BatchFeatures, RowBatch, load_batch, run_batch, store_batch
+from eagle_train.targets.capture import FeatureTap
+from eagle_train.targets.checkpoint import plain_config
+from eagle_train.targets.labels import labels
+from eagle_train.targets.load import Target, load_target
+from eagle_train.targets.survey import Survey, default_processes, survey
+from eagle_train.training.build import config_on
+from eagle_train.training.held_out import split
+from eagle_train.training.loop import train
+from eagle_train.training.metrics import read_metrics
+from eagle_train.training.optim import is_matrix
+
+_MOST_KEPT = 65_536  # tokens of the calibration that training is tried on
+
+
+def estimate(
+    rows_dir: str | Path,
+    target: str,
+    recipe: Recipe,
+    *,
+    codec: str = "bf16",
+    dtype: str = "auto",
+    device: str | None = None,
+    processes: int | None = None,
+    seconds: float = 10.0,
+    trust_remote_code: bool = False,
+) -> dict[str, Any]:
+    """Return tokens, shards, ``bytes`` by codec, ``memory`` and ``hours`` for extraction and training.
+
+    `seconds` of each are tried out; 0 leaves the hours out and loads no weights. `processes` is the number
+    of extraction workers, by default as `eagle extract` would start; training is one process. Memory is in
+    bytes on one device, activations left out. Raises UserError as extraction and training do.
+    """
+    if seconds < 0:
+        raise UserError(f"--seconds {seconds:g}: wanted 0 or more")
+    kind = recipe.head.kind
+    settings: dict[str, Any] = {"codec": codec, "dtype": dtype, "device": device}
+    settings["layer_ids"] = (recipe.head.layer_ids or None) if kind == "eagle3" else None
+    work = survey(rows_dir, target, None, features=kind, trust_remote_code=trust_remote_code, **settings)
+    setting = work.plan.setting
+    workers = processes or default_processes(work, None)
+    train_tokens = _train_tokens(work, recipe)
+    found: dict[str, Any] = {
+        "rows": work.plan.num_rows,
+        "tokens": work.plan.tokens,
+        "labels": work.plan.labels,
+        "shards": len(work.plan.shards),
+        "codec": codec,
+        "bytes": {name: work.directory_size(name) for name in CODECS},
+        "memory": _memory(work, recipe),
+        "workers": workers,
+        "device": setting.device,
+        "dtype": setting.target["dtype"],
+        "train_tokens": train_tokens,
+        "train_minutes_at_most": recipe.run.minutes,
+        "hours": None,
+    }
+    if seconds == 0:
+        return found
+    with tempfile.TemporaryDirectory(prefix="eagle-plan-") as temporary:
+        folder = Path(temporary)
+        extracted = _try_extraction(work, target, folder / "shards", seconds, trust_remote_code)
+        trained = _try_training(folder, recipe, seconds)
+    hours = {"extract": work.plan.tokens / extracted / workers / 3600}
+    limit = recipe.run.minutes
+    by_tokens = None if train_tokens is None else train_tokens / trained / 3600
+    hours["train"] = min(time for time in (by_tokens, limit and limit / 60) if time is not None)
+    return {
+        **found,
+        "extract_tokens_per_second_of_a_worker": extracted,
+        "train_tokens_per_second": trained,
+        "hours": hours,
+    }
+
+
+def _train_tokens(work: Survey, recipe: Recipe) -> int | None:
+    """Return the tokens that the recipe trains on, None when its clock alone ends it."""
+    run, data = recipe.run, recipe.data
+    if run.tokens is not None:
+        return run.tokens
+    rows = split(work.table.conversation_ids, data.held_out)[0]
+    lengths = tuple(int(length) for length in work.table.lengths[rows])
+    if run.epochs is not None:
+        return run.epochs * sum(lengths)
+    if run.steps is None:
+        return None
+    order = Order(tuple(rows), lengths, run.seed, data.tokens_per_step, data.rows_per_step)
+    return sum(window.tokens for window, _ in zip(order.windows(), range(run.steps), strict=False))
+
+
+def _memory(work: Survey, recipe: Recipe) -> dict[str, int]:
+    setting, text = work.plan.setting, plain_config(work.config.get_text_config())
+    config = config_on(
+        recipe, text, setting.vocab_size, setting.layer_ids, str(work.plan.setting.target["name"])
+    )
+    ids = torch.arange(config.draft_vocab_size, device="meta") if config.reduced_vocabulary else None
+    with torch.device("meta"):
+        weights = dict(build_head(config, ids).named_parameters())
+    trained = sum(weight.numel() * _bytes_a_weight(name, weight, recipe) for name, weight in weights.items())
+    return {
+        "target": work.num_parameters * work.dtype.itemsize,
+        "head_parameters": sum(weight.numel() for weight in weights.values()),
+        "training": trained + work.target_bytes,
+    }
+
+
+def _bytes_a_weight(name: str, weight: nn.Parameter, recipe: Recipe) -> int:
+    """Weight, gradient and what the optimizer keeps, all in float32: two moments, or one for Muon."""
+    by_muon = recipe.optim.name == "muon" and is_matrix(name, weight)
+    return 4 * (2 + (1 if by_muon else 2) + (recipe.optim.ema > 0))
+
+
+@dataclass
+class _Sample:
+    """Batches that the calibration has run, kept for training."""
+
+    batches: list[tuple[RowBatch, BatchFeatures]]
+    tokens: int = 0
+
+
+def _try_extraction(work: Survey, name: str, folder: Path, seconds: float, trust_remote_code: bool) -> float:
+    """Run batches spread over the plan; leave shards of them in `folder` and return tokens a second."""
+    setting = work.plan.setting
+    before = torch.get_num_threads()
+    if work.device.type == "cpu":
+        torch.set_num_threads(setting.threads)
+    target = load_target(name, dtype=work.dtype, device=work.device, trust_remote_code=trust_remote_code)
+    sample, done, spent = _Sample([]), 0, 0.0
+    with FeatureTap(target, setting.layer_ids) as tap:
+        for turn, rows in enumerate(_spread(work)):
+            begun = time.perf_counter()
+            batch = load_batch(work.dataset, work.table, rows, target.vocab_size, target.device)
+            features = run_batch(tap, batch)
+            with torch.no_grad():
+                labels(target, features.label_last)
+            if target.device.type == "cuda":
+                torch.cuda.synchronize()
+            if turn:  # the first warms up
+                done += len(batch.real)
+                spent += time.perf_counter() - begun
+            if sample.tokens < _MOST_KEPT:
+                sample.batches.append((batch, features))
+                sample.tokens += len(batch.real)
+            if spent >= seconds:
+                break
+        _keep(work, target, tap, sample, folder)
+    torch.set_num_threads(before)
+    return done / spent
+
+
+def _spread(work: Survey) -> list[tuple[int, ...]]:
+    """Return all batches, far ones first: any beginning holds long and short rows in their proportion."""
+    batches = [batch for shard in work.plan.shards for batch in shard.batches]
+    batches.sort(key=lambda batch: -int(work.table.lengths[list(batch)].max()))
+    golden = 0.6180339887498949
+    order = sorted(range(len(batches)), key=lambda i: (i * golden) % 1.0)
+    spread = [batches[i] for i in order]
+    return spread if len(spread) > 1 else 2 * spread
+
+
+def _keep(work: Survey, target: Target, tap: FeatureTap, sample: _Sample, folder: Path) -> None:
+    """Write the sample as a finished shard directory."""
+    kept = {batch.rows: (batch, features) for batch, features in sample.batches}
+    tokens = sum(len(batch.real) for batch, _ in kept.values())
+    positions = sum(len(batch.label_at) for batch, _ in kept.values())
+    setting = replace(work.plan.setting, target=target.identity(), vocab_size=target.vocab_size)
+    shard = PlannedShard(tuple(kept), tokens, positions, 0)
+    plan = Plan(setting, sum(map(len, kept)), (shard,))
+    buffer = ShardBuffer(plan, 0, work.table)
+    for batch, features in kept.values():
+        store_batch(tap, batch, features, buffer, setting)
+    if target.device.type == "cuda":
+        torch.cuda.synchronize()
+    target.frozen().save(folder)
+    buffer.finish(folder, most_bad=len(shard.rows))
+    close_directory(folder, plan)
+
+
+def _try_training(folder: Path, recipe: Recipe, seconds: float) -> float:
+    """Train on the sample for some seconds, as the recipe says; return tokens a second after a warm-up."""
+    never = 1 << 40
+    run = replace(
+        recipe.run, epochs=None, steps=None, tokens=None, minutes=seconds / 60, log_every=1, patience=None
+    )
+    run = replace(run, eval_every=never, save_every=never)
+    short = replace(recipe, run=run, data=replace(recipe.data, held_out=0))
+    train(folder / "shards", short, folder / "run", show=False)
+    lines = [line for line in read_metrics(folder / "run") if line["step"] > 0]
+    first, last = lines[min(1, len(lines) - 2)] if len(lines) > 1 else None, lines[-1]
+    if first is None:  # one step alone took the whole time
+        return last["tokens"] / max(last["seconds"], 1e-9)
+    return (last["tokens"] - first["tokens"]) / max(last["seconds"] - first["seconds"], 1e-9)
