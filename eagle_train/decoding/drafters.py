@@ -73,14 +73,11 @@ class HeadDrafter:
         features = rows.last if rows.aux is None else rows.aux
         hidden = self.head.start(features.to(rows.tokens.device))  # (m, F) -> (m, H)
         positions = torch.arange(rows.start, rows.start + m, device=hidden.device)
-        mask = None
-        if m > 1 and rows.start and self.head.config.num_hidden_layers > 1:
-            mask = positions[:, None] < torch.arange(rows.start + m, device=hidden.device)
-            mask = torch.zeros_like(mask, dtype=hidden.dtype).masked_fill_(mask, -torch.inf)
+        mask = self._rows_mask(positions, rows.start, m, hidden.dtype)
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            alone = len(q) == 1  # the last row, which sees everything
-            return cache.attend(layer, q, k, v, None if alone else mask, causal=not alone and mask is None)
+            seen = None if mask is None else mask[-len(q) :]
+            return cache.attend(layer, q, k, v, seen, causal=len(q) > 1 and mask is None)
 
         last = torch.tensor([m - 1], device=hidden.device)
         # next to row t stands x[t+1]: tokens[1:] are x[start+1] .. x[start+m]
@@ -89,6 +86,22 @@ class HeadDrafter:
         self._root, self._outs = rows.tokens[-1], out
         self._seen = torch.zeros(1, 0, dtype=torch.bool, device=hidden.device)
         self._positions = positions[-1:]
+
+    def _rows_mask(self, positions: Tensor, start: int, m: int, dtype: torch.dtype) -> Tensor | None:
+        """Return the additive mask of m true rows [m or 1, start + m]; None where plain causality does.
+
+        With one layer the last row alone asks; without a window it sees everything.
+        """
+        layers, window = self.head.config.num_hidden_layers, self.head.config.sliding_window
+        narrow = window is not None and start + m > window
+        if not narrow and not (layers > 1 and m > 1 and start):
+            return None
+        asking = positions if layers > 1 else positions[-1:]
+        ahead = torch.arange(start + m, device=positions.device) - asking[:, None]
+        hidden = ahead > 0
+        if window is not None:
+            hidden |= ahead <= -window
+        return torch.zeros_like(hidden, dtype=dtype).masked_fill_(hidden, -torch.inf)
 
     def propose(self) -> Tree:
         """Draft a tree below the last token observed."""
@@ -154,6 +167,10 @@ class HeadDrafter:
         mask = torch.zeros(k, cache.length + seen.shape[1], dtype=self._outs.dtype, device=slots.device)
         mask[:, cache.length :].masked_fill_(~seen, -torch.inf)
         positions = self._positions[slots] + 1
+        if (window := self.head.config.sliding_window) is not None:
+            verified = torch.arange(cache.length, device=slots.device)
+            behind = positions[:, None] - torch.cat([verified, self._positions[1:], positions])
+            mask.masked_fill_(behind >= window, -torch.inf)
         out = self.head(
             self.head.carry(self._outs[slots]),
             self.frozen.embed(self.head.target_ids(draft_ids)),
