@@ -62,7 +62,8 @@ def method_figures(tally: Tally, plain: Tally, tree: dict[str, Any]) -> dict[str
     """Return one method's figures. `plain` is the tally of plain decoding on the same prompts.
 
     `vllm_acceptance_length` is 1 + accepted guesses / rounds with the guesses past an answer's end counted,
-    as vLLM's counters have it. `round_cost` is the time of a round over that of a plain token: speculation
+    as vLLM's counters have it; `sglang_acceptance_length` is completion tokens / rounds, the prefill's token
+    counted, as SGLang reports it. `round_cost` is the time of a round over that of a plain token: speculation
     wins where tau is larger.
     """
     rounds = tally.counts.rounds
@@ -73,6 +74,7 @@ def method_figures(tally: Tally, plain: Tally, tree: dict[str, Any]) -> dict[str
     return {
         **acceptance_figures(tally.counts, tree["depth"]),
         "vllm_acceptance_length": 1 + tally.accepted_uncut / rounds if rounds else 1.0,
+        "sglang_acceptance_length": tally.new_tokens / rounds if rounds else 1.0,
         "tokens_per_second": rate,
         "plain_tokens_per_second": plain_rate,
         "speedup": rate / plain_rate if plain_rate else 0.0,

@@ -48,7 +48,8 @@ def _result_lines(result: dict[str, Any]) -> list[str]:
     found = [
         f"{draft_name(result['tree'])}",
         f"  acceptance length (tau)   {result['tau']:.3f}   ({result['tokens']:,} tokens in "
-        f"{result['rounds']:,} rounds; as vLLM counts: {result['vllm_acceptance_length']:.3f})",
+        f"{result['rounds']:,} rounds; as vLLM counts: {result['vllm_acceptance_length']:.3f}, as SGLang: "
+        f"{result['sglang_acceptance_length']:.3f})",
         f"  accepted by position      {_shares(result['accepted_by_position'])}",
         f"  given the previous        {_shares(result['accepted_given_previous'])}",
         f"  rounds by accepted count  {' '.join(map(str, result['accepted_histogram']))}",
