@@ -112,8 +112,5 @@ def _report(summary: dict[str, Any], rows: Path, target: str, as_json: bool) -> 
         f"{summary['out']}: {summary['rows']:,} rows, {summary['tokens']:,} tokens, "
         f"{summary['labels']:,} supervised, {summary['shards']} shards, {summary['size']}{skipped}"
     )
-    waiting = summary.get("share_of_time_waiting_for_the_disk")
-    if summary.get("shards_done_here") and waiting is not None:
-        print(f"{waiting:.1%} of the time was spent waiting for the disk")
     recipe = summary["features"] if summary["features"] != "all" else "eagle3"
     print(f"next: eagle train {summary['out']} --recipe {recipe} --out run/")

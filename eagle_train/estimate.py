@@ -19,10 +19,10 @@ from torch import nn
 from eagle_train.config import Recipe
 from eagle_train.errors import UserError
 from eagle_train.heads.disk import build_head
-from eagle_train.shards.codecs import CODECS
+from eagle_train.shards.codecs import CODECS, encode
 from eagle_train.shards.manifest import close_directory
 from eagle_train.shards.sampler import Plan as Order
-from eagle_train.shards.schema import Plan, PlannedShard
+from eagle_train.shards.schema import Plan, PlannedShard, Setting, holds_all_last
 from eagle_train.shards.writer import ShardBuffer
 from eagle_train.targets.batch import BatchFeatures, RowBatch, load_batch, run_batch, store_batch
 from eagle_train.targets.capture import FeatureTap
@@ -159,6 +159,7 @@ def _try_extraction(work: Survey, name: str, folder: Path, seconds: float, trust
             features = run_batch(tap, batch)
             with torch.no_grad():
                 labels(target, features.label_last)
+            _encode(features, setting)
             if target.device.type == "cuda":
                 torch.cuda.synchronize()
             if turn:  # the first warms up
@@ -172,6 +173,14 @@ def _try_extraction(work: Survey, name: str, folder: Path, seconds: float, trust
         _keep(work, target, tap, sample, folder)
     torch.set_num_threads(before)
     return done / spent
+
+
+def _encode(features: BatchFeatures, setting: Setting) -> None:
+    """What storing costs the worker; writing runs beside the forwards."""
+    last = features.last if holds_all_last(setting.features) else features.label_last
+    for states, groups in ((features.aux, len(setting.layer_ids)), (last, 1)):
+        if states is not None:
+            encode(CODECS[setting.codec], states, groups)
 
 
 def _spread(work: Survey) -> list[tuple[int, ...]]:

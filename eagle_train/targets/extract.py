@@ -6,7 +6,6 @@ there. Writing runs in a thread of its own beside the next shard's forwards.
 
 from __future__ import annotations
 
-import os
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -28,13 +27,12 @@ from eagle_train.shards.manifest import close_directory, read_manifest
 from eagle_train.shards.reader import load_frozen
 from eagle_train.shards.schema import INDEX, MANIFEST, PLAN, Plan, shard_name
 from eagle_train.shards.writer import ShardBuffer, finished_shard, verified_shard
-from eagle_train.targets.batch import load_batch, run_batch, store_batch
+from eagle_train.targets.batch import RowBatch, load_batch, run_batch, store_batch
 from eagle_train.targets.capture import FeatureTap
 from eagle_train.targets.check import check_start
 from eagle_train.targets.load import Target, load_target
+from eagle_train.targets.peers import Peers
 from eagle_train.targets.survey import Survey, refuse_full_disk, survey
-
-_SECONDS_BETWEEN_LOOKS = 2.0
 
 
 def extract(
@@ -97,7 +95,10 @@ def extract(
         started = time.monotonic()
         done, waited = _work(work, plan, model, folder, limit, show and distributed.is_main())
     seconds = time.monotonic() - started
+    share = waited / max(seconds, 1e-9)
     if distributed.is_main():
+        if done and show:
+            print(f"extract: {share:.1%} of the time was spent waiting for the disk", file=sys.stderr)
         close_directory(folder, plan)
         clear(folder)
     return {
@@ -106,7 +107,7 @@ def extract(
         "shards_done_here": len(done),
         "tokens_done_here": sum(plan.shards[number].tokens for number in done),
         "seconds": seconds,
-        "share_of_time_waiting_for_the_disk": waited / max(seconds, 1e-9),
+        "share_of_time_waiting_for_the_disk": share,
     }
 
 
@@ -193,7 +194,7 @@ def _work(
         done: list[int] = []
         waited = 0.0
         writing: Future[int] | None = None
-        seen = _Others(folder, plan, todo)
+        seen = Peers(folder, plan, todo)
         total = sum(plan.shards[number].tokens for number in todo)
 
         def write(buffer: ShardBuffer, most_bad: int) -> int:
@@ -245,40 +246,32 @@ def _finished(plan: Plan, folder: Path, claims: Claims) -> list[ShardFile | None
 
 
 def _fill(
-    work: Survey, plan: Plan, tap: FeatureTap, number: int, check: bool, shown: Progress, seen: _Others
+    work: Survey, plan: Plan, tap: FeatureTap, number: int, check: bool, shown: Progress, seen: Peers
 ) -> ShardBuffer:
     """Run all batches of one shard."""
     buffer = ShardBuffer(plan, number, work.table)
     for rows in plan.shards[number].batches:
         batch = load_batch(work.dataset, work.table, rows, tap.target.vocab_size, tap.target.device)
-        features = run_batch(tap, batch)
-        if check:
-            check_start(tap, batch, features, work.table, plan.setting)
-            check = False
-        store_batch(tap, batch, features, buffer, plan.setting)
+        with _memory_explained(batch, plan):
+            features = run_batch(tap, batch)
+            if check:
+                check_start(tap, batch, features, work.table, plan.setting)
+                check = False
+            store_batch(tap, batch, features, buffer, plan.setting)
         shown.advance(len(batch.real) + seen.newly_done())
     return buffer
 
 
-class _Others:
-    """Counts the tokens of shards that other workers finish meanwhile, for one progress bar over all."""
-
-    def __init__(self, folder: Path, plan: Plan, todo: list[int]) -> None:
-        self._folder = folder
-        there = set(os.listdir(folder))  # a foreign one among them is yet to be replaced
-        self._left = {shard_name(n): plan.shards[n].tokens for n in todo if shard_name(n) not in there}
-        self._looked = time.monotonic()
-
-    def forget(self, number: int) -> None:
-        """Leave out a shard that this worker makes."""
-        self._left.pop(shard_name(number), None)
-
-    def newly_done(self, now: bool = False) -> int:
-        """Return the tokens finished by others since the last look; looks every two seconds, or `now`."""
-        if not self._left or not (now or time.monotonic() - self._looked > _SECONDS_BETWEEN_LOOKS):
-            return 0
-        self._looked = time.monotonic()
-        return sum(self._left.pop(name, 0) for name in os.listdir(self._folder))
+@contextmanager
+def _memory_explained(batch: RowBatch, plan: Plan) -> Iterator[None]:
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise UserError(
+            f"{plan.setting.device}: out of memory at a batch of {batch.padded.numel():,} tokens in "
+            f"{len(batch.rows)} rows; give --batch-tokens below {plan.setting.batch_tokens:,} with another "
+            "--out, or --device-map auto"
+        ) from error
 
 
 def _reopen(folder: Path) -> None:

@@ -216,7 +216,9 @@ def pick_device(device: str | torch.device | None) -> torch.device:
         if not count:
             raise UserError(f"--device {device}: no CUDA device is visible here; use --device cpu")
         if place.index is not None and place.index >= count:
-            raise UserError(f"--device {device}: {count} CUDA devices are visible, 0 to {count - 1}; use one")
+            raise UserError(
+                f"--device {device}: {count} CUDA devices are visible, 0 to {count - 1}; use one of them"
+            )
     return default if place.type == default.type and place.index is None else place
 
 

@@ -396,6 +396,17 @@ def test_a_target_that_gives_only_nan_stops_at_once_with_a_row_named(
     assert not _shards(tmp_path / "out")
 
 
+def test_a_batch_that_memory_does_not_hold_is_one_line(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    def too_much(*arguments: Any) -> Any:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB")
+
+    monkeypatch.setattr(room, "run_batch", too_much)
+    with pytest.raises(
+        UserError, match=r"out of memory at a batch of \d+ tokens .* --batch-tokens below 256"
+    ):
+        run()
+
+
 def test_a_token_outside_the_vocabulary_is_named(
     run: Run, tmp_path: Path, make_tiny_target: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from eagle_train.errors import UserError
 from eagle_train.io import load_tensors, save_tensors
 from eagle_train.targets import checkpoint
-from eagle_train.targets.load import dtype_name, load_target, parse_dtype
+from eagle_train.targets.load import dtype_name, load_target, parse_dtype, pick_device
 
 _IDS = torch.tensor([[5, 60, 7, 200, 9]])
 
@@ -216,9 +216,49 @@ def test_a_hub_id_offline_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "\n" not in str(caught.value)
 
 
-def test_a_cuda_device_that_is_not_there_is_refused(
+@pytest.mark.parametrize(
+    ("device", "count", "words"),
+    [
+        ("cuda", 0, "--device cuda: no CUDA device is visible here; use --device cpu"),
+        ("cuda:1", 0, "--device cuda:1: no CUDA device is visible here; use --device cpu"),
+        ("cuda:2", 2, "--device cuda:2: 2 CUDA devices are visible, 0 to 1; use one of them"),
+        ("gpu", 2, "--device gpu: wanted cpu, cuda or cuda:N"),
+    ],
+)
+def test_a_device_that_is_not_there_is_refused(
+    tiny_target_dir: Path, monkeypatch: pytest.MonkeyPatch, device: str, count: int, words: str
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: count > 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+    with pytest.raises(UserError) as caught:
+        load_target(tiny_target_dir, device=device)
+    assert str(caught.value) == words
+
+
+def test_a_plain_cuda_is_this_ranks_own_and_a_number_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    assert [pick_device(name) for name in (None, "cuda", "cuda:1", "cpu")] == [
+        torch.device("cuda", 3),
+        torch.device("cuda", 3),
+        torch.device("cuda", 1),
+        torch.device("cpu"),
+    ]
+
+
+def test_weights_that_a_device_does_not_hold_are_one_line(
     tiny_target_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(UserError, match="--device cuda: no CUDA device is visible here; use --device cpu"):
-        load_target(tiny_target_dir, device="cuda")
+    from transformers import LlamaForCausalLM
+
+    def full(self: torch.nn.Module, *arguments: object, **more: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB\nGPU 0 has 1 GiB free")
+
+    monkeypatch.setattr(LlamaForCausalLM, "to", full)
+    with pytest.raises(UserError) as caught:
+        load_target(tiny_target_dir, device="cpu")
+    assert str(caught.value) == (
+        f"{tiny_target_dir}: 0.0 GiB of weights do not go onto cpu (CUDA out of memory. Tried to allocate "
+        "9 GiB); use --dtype bf16, a device with more room, or --device-map auto to spread the model"
+    )
