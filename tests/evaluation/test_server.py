@@ -1,0 +1,179 @@
+"""A server's counters are read from its /metrics and compared with the loop's, prompt by prompt."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from eagle_train.decoding.drafters import HeadDrafter
+from eagle_train.decoding.loop import Settings, generate, plain
+from eagle_train.decoding.shapes import Chain
+from eagle_train.errors import UserError
+from eagle_train.evaluation.questions import Question, conversations
+from eagle_train.evaluation.server import Counters, compare_with_server, read_counters, server_lines
+from eagle_train.heads.config import HeadConfig
+from eagle_train.heads.disk import build_head, load_head, save_head
+from eagle_train.targets.load import Target, load_target
+
+_METRICS = """\
+# HELP vllm:spec_decode_num_drafts_total Number of spec decoding drafts.
+# TYPE vllm:spec_decode_num_drafts_total counter
+vllm:spec_decode_num_drafts_total{engine="0",model_name="m"} 40.0
+vllm:spec_decode_num_drafts_created{engine="0",model_name="m"} 1.7e+09
+vllm:spec_decode_num_draft_tokens_total{engine="0",model_name="m"} 120.0
+vllm:spec_decode_num_accepted_tokens_total{engine="0",model_name="m"} 33.0
+vllm:spec_decode_num_accepted_tokens_per_pos_total{engine="0",model_name="m",position="0"} 20.0
+vllm:spec_decode_num_accepted_tokens_per_pos_total{engine="0",model_name="m",position="2"} 4.0
+vllm:spec_decode_num_accepted_tokens_per_pos_total{engine="0",model_name="m",position="1"} 9.0
+vllm:num_requests_running{engine="0",model_name="m"} 1.0
+"""
+_QUESTIONS = [
+    Question(str(i), "", (text,)) for i, text in enumerate(("Why is the sea deep?", "Bread?", "Hi"))
+]
+
+
+def test_prometheus_text_is_read_by_name_and_position_and_engines_add_up():
+    assert read_counters(_METRICS) == Counters(40, 33, (20, 9, 4))
+    second = _METRICS.replace('engine="0"', 'engine="1"')
+    assert read_counters(_METRICS + second) == Counters(80, 66, (40, 18, 8))
+    assert read_counters("vllm:num_requests_running 1.0") == Counters()
+    assert (read_counters(_METRICS) - Counters(10, 3, (2, 1, 0))).figures == {
+        "drafts": 30,
+        "acceptance_length": 2.0,
+        "accepted_by_position": [18 / 30, 8 / 30, 4 / 30],
+    }
+    assert Counters(4, 3, (2, 1)) - Counters() == Counters(4, 3, (2, 1))
+
+
+class FakeEngine(ThreadingHTTPServer):
+    """Serves a target with a head as vLLM does: completions by ids, counters on /metrics."""
+
+    def __init__(self, target: Target, head: Path, gamma: int) -> None:
+        super().__init__(("127.0.0.1", 0), _Handler)
+        self.target, self.gamma = target, gamma
+        self.drafter = HeadDrafter(load_head(head), target, Chain(gamma))
+        self.sums = [7, 5, *[3] * gamma]  # it has served others before
+        self.drafts, self.asked = True, []
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_port}"
+
+    def answer(self, body: dict[str, Any]) -> list[int]:
+        self.asked.append(body)
+        settings = Settings(max_new_tokens=body["max_tokens"], eos_ids=tuple(body["stop_token_ids"]))
+        made = generate(self.target, self.drafter, body["prompt"], settings)
+        for accepted in made.accepted_uncut:
+            counted = [1, accepted, *(int(accepted > i) for i in range(self.gamma))]
+            self.sums = [a + b for a, b in zip(self.sums, counted, strict=True)]
+        return made.ids
+
+    def metrics(self) -> str:
+        if not self.drafts:
+            return "vllm:num_requests_running 0.0\n"
+        names = ["num_drafts_total{}", "num_accepted_tokens_total{}"]
+        names += [f'num_accepted_tokens_per_pos_total{{position="{i}"}}' for i in range(self.gamma)]
+        return "".join(f"vllm:spec_decode_{n} {v}.0\n" for n, v in zip(names, self.sums, strict=True))
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: FakeEngine
+
+    def do_GET(self) -> None:
+        pages = {"/v1/models": json.dumps({"data": [{"id": "served"}]}), "/metrics": self.server.metrics()}
+        self._reply(pages[self.path])
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        assert self.path == "/v1/completions"
+        self._reply(json.dumps({"choices": [{"text": "", "token_ids": self.server.answer(body)}]}))
+
+    def _reply(self, text: str) -> None:
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(text.encode())
+
+    def log_message(self, *arguments: object) -> None:
+        pass
+
+
+@pytest.fixture(scope="module")
+def target(tiny_target_dir: Path) -> Target:
+    return load_target(str(tiny_target_dir), dtype="fp32", device="cpu")
+
+
+@pytest.fixture(scope="module")
+@torch.inference_mode()
+def head(target, tmp_path_factory) -> Path:
+    """An EAGLE-1 head that is right now and then: fc fitted to the states of texts that the target wrote."""
+    made = build_head(HeadConfig.for_target(target.config.to_dict(), "eagle1"))
+    inputs, outputs = [], []
+    for _, conversation in conversations(target.tokenizer, _QUESTIONS):
+        prompt = conversation.ask(0)
+        ids = torch.tensor([*prompt, *plain(target, prompt, Settings(max_new_tokens=30)).ids])
+        states = target.run_body(ids[None])[0]
+        inputs.append(torch.cat([target.embedding[ids[1:]], states[:-1]], dim=-1)[len(prompt) - 1 :])
+        outputs.append(states[1:][len(prompt) - 1 :])
+    made.fc.weight.copy_(torch.linalg.lstsq(torch.cat(inputs), torch.cat(outputs)).solution.T)
+    made.layers[0].self_attn.o_proj.weight.zero_()
+    made.layers[0].mlp.down_proj.weight.zero_()
+    folder = tmp_path_factory.mktemp("server") / "head"
+    save_head(made, folder)
+    return folder
+
+
+@pytest.fixture
+def engine(target, head) -> Iterator[FakeEngine]:
+    with FakeEngine(target, head, gamma=4) as served:
+        thread = threading.Thread(target=served.serve_forever, daemon=True)
+        thread.start()
+        yield served
+        served.shutdown()
+        thread.join()
+
+
+def test_the_loop_and_a_server_that_does_the_same_agree_prompt_by_prompt(engine, target, head):
+    before = list(engine.sums)
+    report = compare_with_server(head, target, engine.url + "/v1/", _QUESTIONS, max_new_tokens=30, show=False)
+    assert [body["model"] for body in engine.asked] == ["served"] * 3
+    assert all(body["temperature"] == 0 and body["max_tokens"] == 30 for body in engine.asked)
+    assert report["differences"] == []
+    assert (report["gamma"], report["prompts"]) == (4, 3)
+    served = [b - a for a, b in zip(before, engine.sums, strict=True)]
+    assert report["server"]["drafts"] == report["loop"]["drafts"] == served[0] > 0
+    assert report["server"]["acceptance_length"] == 1 + served[1] / served[0]
+    assert report["loop"]["accepted_by_position"] == [count / served[0] for count in served[2:]]
+    assert served[1] > 0  # or nothing was compared
+    assert server_lines(report)[-1] == "  every text and every counter equal"
+
+
+def test_a_server_with_another_head_is_told_by_its_counters(engine, target, head, tmp_path):
+    other = load_head(head)
+    with torch.no_grad():
+        other.fc.weight.mul_(-1)
+    save_head(other, tmp_path / "other")
+    report = compare_with_server(
+        tmp_path / "other", target, engine.url, _QUESTIONS, max_new_tokens=30, show=False
+    )
+    assert report["differences"]
+    assert all(difference["same_text"] for difference in report["differences"])
+    assert "prompts differ, 0 of them in their text" in server_lines(report)[-1]
+
+
+def test_servers_that_cannot_be_used_are_one_line(engine, target, head):
+    engine.drafts = False
+    with pytest.raises(
+        UserError, match="no vllm:spec_decode counters; wanted a vLLM server that was started"
+    ):
+        compare_with_server(head, target, engine.url, _QUESTIONS, show=False)
+    with pytest.raises(UserError, match=r"http://127\.0\.0\.1:9/v1/models: cannot be reached"):
+        compare_with_server(head, target, "http://127.0.0.1:9", _QUESTIONS, show=False)
+    with pytest.raises(UserError, match="wanted an address such as http://localhost:8000"):
+        compare_with_server(head, target, "localhost:8000", _QUESTIONS, show=False)
