@@ -97,6 +97,7 @@ class RunRecipe:
     log_every: int = 10
     keep_last: int = 2  # checkpoints kept beside the best
     patience: int | None = None  # evaluations without a new best before the run ends; null = never
+    other_target: bool = False  # --init-from may take a head of a target with other weights
     max_skipped: int = 20  # steps whose gradient was not finite, before the run stops
 
 

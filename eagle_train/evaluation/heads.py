@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 
 from eagle_train.errors import UserError
@@ -10,6 +11,7 @@ from eagle_train.heads.foreign import read_any
 from eagle_train.heads.foreign_tensors import INDEX, PICKLED
 from eagle_train.targets.load import Target
 from eagle_train.training.checkpoints import FOLDER, head_folder
+from eagle_train.training.trained_on import other_weights
 
 _FETCHED = [CONFIG, WEIGHTS, INDEX, "model-*.safetensors"]
 
@@ -33,11 +35,14 @@ def open_head(name: str | Path, target: Target | None = None, *, depth: int | No
     """Load the head behind `name`, in the dtype it is stored in.
 
     For heads made elsewhere `target`, or its `depth` alone, tells what their files leave open; copies of the
-    target's tables must then equal them. Raises UserError as `heads.foreign.read_any` does.
+    target's tables must then equal them. Warns of a head that was trained on other weights than `target` has.
+    Raises UserError as `heads.foreign.read_any` does.
     """
     folder = find_head(name)
     if target is None:
         return read_any(folder, num_target_layers=depth)
+    if words := other_weights(folder, target.identity()):
+        warnings.warn(f"{words}; expect a shorter acceptance length")
     tables = (target.embedding, target.lm_head.weight)
     return read_any(folder, num_target_layers=target.num_layers, tables=tables)
 

@@ -27,6 +27,7 @@ from eagle_train.targets.load import default_device
 from eagle_train.training.held_out import predict_chain, split
 from eagle_train.training.loader import Loader
 from eagle_train.training.run_folder import RECIPE, RECORD, fingerprint
+from eagle_train.training.trained_on import other_weights
 
 _TOKENS_AT_ONCE = 4096
 
@@ -42,6 +43,7 @@ def predict(
     rows: Sequence[int] | None = None,
     chat_template: str | None = None,
     trust_remote_code: bool = False,
+    other_target: bool = False,
     show: bool = True,
 ) -> dict[str, Any]:
     """Return the figures that a greedy chain of `gamma` guesses has on `texts`.
@@ -50,8 +52,9 @@ def predict(
     needed: its features are then taken, unrounded, into a temporary folder. The head runs in float32. Exact
     where the target wrote the answers greedily and its features are not rounded, close where they are, a
     mere estimate on other people's answers. `rows` chooses rows of shards; None means all, but where `head`
-    is a run trained on these very shards only the conversations that it held out. Raises UserError for
-    anything the user must change.
+    is a run trained on these very shards only the conversations that it held out. A head known to be trained
+    on other weights of the target is refused without `other_target`. Raises UserError for anything the user
+    must change.
     """
     if gamma < 1:
         raise UserError(f"gamma: got {gamma}, wanted at least 1")
@@ -65,6 +68,7 @@ def predict(
         which = "as given"
         if rows is None:
             rows, which = _rows_to_read(head, shards)
+        _refuse_other_weights(head, shards, other_target)
         counts = _counts(loaded, shards, rows, gamma, device, show)
     elif target is None:
         raise UserError(
@@ -95,6 +99,7 @@ def predict(
             )
             shards = open_shards(folder / "shards")
             rows, which = list(range(shards.num_rows)), "all"
+            _refuse_other_weights(head, shards, other_target)
             counts = _counts(loaded, shards, rows, gamma, device, show)
     return {
         "head": name,
@@ -125,6 +130,13 @@ def _counts(
             counts += predict_chain(head, frozen, [batch.to(device)], gamma)
             bar.advance(batch.num_tokens, f"tau {counts.tau:.3f}")
     return counts
+
+
+def _refuse_other_weights(head: str | Path | Head, shards: Shards, other_target: bool) -> None:
+    if other_target or not isinstance(head, str | Path):
+        return
+    if words := other_weights(find_head(head), shards.info["target"]):
+        raise UserError(f"{words}; give --other-target to predict all the same")
 
 
 def _wanted_layers(config: HeadConfig) -> tuple[int, ...] | None:

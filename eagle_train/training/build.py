@@ -23,6 +23,7 @@ from eagle_train.training.checkpoints import head_folder
 from eagle_train.training.eagle1_step import Eagle1Step
 from eagle_train.training.eagle3_step import Eagle3Step
 from eagle_train.training.target_layer import start_from_layer
+from eagle_train.training.trained_on import other_weights
 
 if TYPE_CHECKING:
     from eagle_train.shards.frozen_target import FrozenTarget
@@ -123,6 +124,8 @@ def warm_head(source: str | Path, recipe: Recipe, shards: Shards, frozen: Frozen
     from what the recipe and these shards ask for.
     """
     depth, tables = int(shards.info["num_layers"]), (frozen.embedding, frozen.lm_head)
+    if not recipe.run.other_target and (words := other_weights(source, shards.info["target"])):
+        raise UserError(f"--init-from {words}; to start from it all the same --set run.other_target=true")
     head = read_any(head_folder(source), num_target_layers=depth, tables=tables).float()
     check_window(head.config, int(shards.lengths.max()), str(source))
     wanted = wanted_config(recipe, shards, frozen)
