@@ -4,33 +4,48 @@ from __future__ import annotations
 
 import json
 import shlex
+from typing import Any
 
 import typer
 
 from . import options
 
 NAME = "eval"
-HELP = "Decode with a head: acceptance length, speed-up, losslessness."
+HELP = "Decode with a head, or by other methods: acceptance length, speed-up, losslessness."
 EXAMPLES = """
 **Examples**
 
     eagle eval run/ --target HuggingFaceTB/SmolLM2-135M-Instruct
 
-    eagle eval head/ --target ./my-model --questions mt_bench.jsonl --draft chain --draft dynamic --json
+    eagle eval run/ --target ./my-model --method prompt-lookup --method draft-model=small/ --report table.html
 
     eagle eval run/ --predict shards/ --gamma 5
 """
 
 
 def run(
-    head: options.Head,
+    head: str | None = typer.Argument(
+        None,
+        metavar="[HEAD]",
+        help="A run of eagle train (its best), a head directory or a hub id. Not needed with --method.",
+    ),
     target: str | None = typer.Option(
         None,
         "--target",
         help="The target: hub id, directory or .gguf file. Not needed to predict from shards.",
     ),
-    questions: str | None = typer.Option(
-        None, "--questions", help="JSON lines in MT-bench form; default the built-in 60 held-out questions."
+    method: list[str] | None = typer.Option(
+        None,
+        "--method",
+        metavar="NAME[=DIR]",
+        help="plain, draft-model=DIR, prompt-lookup, lookahead; eagle1, eagle2, eagle3 (=DIR, or HEAD's). Repeat "
+        "it to compare.",
+    ),
+    questions: list[str] | None = typer.Option(
+        None,
+        "--questions",
+        help="mt_bench, gsm8k, humaneval, alpaca or cnn_dm from the hub, or JSON lines in MT-bench form. Repeat "
+        "it for a table. Default the built-in 60 held-out questions.",
     ),
     num_questions: int | None = typer.Option(
         None, "--num-questions", help="Only so many questions, evenly spread over the file."
@@ -41,16 +56,25 @@ def run(
     draft: list[str] | None = typer.Option(
         None,
         "--draft",
-        help="chain, static (EAGLE-1's tree) or dynamic (EAGLE-2's); repeat it to compare. Default static "
-        "for an eagle1 head, dynamic for eagle3; on a CPU a chain is faster.",
+        help="chain, static (EAGLE-1's tree), dynamic (EAGLE-2's), sampled, or a .json of eagle tune. Repeat it "
+        "to compare. Default static for an eagle1 head, dynamic for eagle3; on a CPU a chain is faster.",
     ),
     gamma: options.Gamma = None,
     tree_tokens: options.TreeTokens = None,
     top_k: options.TopK = None,
     depth: options.Depth = None,
-    temperature: options.Temperature = 0.0,
+    window: int | None = typer.Option(None, "--window", max=256, help="Columns of lookahead; default 7."),
+    level: int | None = typer.Option(None, "--level", max=64, help="Tokens of its n-grams; default 4."),
+    guesses: int | None = typer.Option(None, "--guesses", max=256, help="n-grams it verifies; default 7."),
+    temperature: list[float] | None = typer.Option(
+        None, "--temperature", help="0 (the default) is greedy; repeat it for a table."
+    ),
     top_p: options.TopP = 1.0,
     top_k_sampling: options.TopKSampling = 0,
+    repetition_penalty: options.RepetitionPenalty = 1.0,
+    block: bool = typer.Option(
+        False, "--block", help="Accept chains of samples as a whole (block verification)."
+    ),
     max_new_tokens: int = typer.Option(128, "--max-new-tokens", help="Tokens of each answer at most."),
     dtype: options.Dtype = "auto",
     chat_template: options.ChatTemplate = None,
@@ -60,17 +84,34 @@ def run(
         metavar="TEXTS",
         help="No decoding: a greedy chain's acceptance from shards, or from a file of the target's answers.",
     ),
+    other_target: bool = typer.Option(
+        False, "--other-target", help="Predict although the head was trained on other weights of the target."
+    ),
+    against_server: str | None = typer.Option(
+        None,
+        "--against-server",
+        metavar="URL",
+        help="Ask a running vLLM server the first turns greedily; compare its counters with our chain's.",
+    ),
     seed: options.Seed = 0,
     device_map: str | None = typer.Option(
         None, "--device-map", help="auto spreads a target over all devices that it needs."
     ),
     trust_remote_code: options.TrustRemoteCode = False,
+    report: list[str] | None = typer.Option(
+        None,
+        "--report",
+        metavar="FILE",
+        help="Write the figures as .html (with plots), .csv or .json; repeat it.",
+    ),
     as_json: bool = typer.Option(False, "--json", help="Print the figures as JSON."),
 ) -> int:
     from eagle_train.errors import UserError
 
+    temperatures = temperature or [0.0]
     if predict is not None:
         decoding = {
+            "--method": method,
             "--questions": questions,
             "--num-questions": num_questions,
             "--max-turns": max_turns,
@@ -78,27 +119,74 @@ def run(
             "--tree-tokens": tree_tokens,
             "--top-k": top_k,
             "--depth": depth,
-            "--temperature": temperature,
+            "--temperature": any(temperatures),
             "--device-map": device_map,
+            "--report": report,
         }
         if idle := [option for option, value in decoding.items() if value]:
             raise UserError(
                 f"eagle eval: --predict decodes nothing, so {idle[0]} has no meaning; drop one of the two"
             )
-        return _predict(head, predict, target, gamma, dtype, chat_template, trust_remote_code, as_json)
-
-    from eagle_train.decoding.sampling import Sampling
-    from eagle_train.evaluation.evaluate import evaluate
-    from eagle_train.evaluation.report import fault, lines
-
+        if head is None:
+            raise UserError("eagle eval: --predict needs HEAD; give a run or a head directory")
+        return _predict(
+            head,
+            predict,
+            target,
+            gamma,
+            as_json,
+            dtype=dtype,
+            chat_template=chat_template,
+            trust_remote_code=trust_remote_code,
+            other_target=other_target,
+        )
     if target is None:
         raise UserError("eagle eval: no --target; give the model that the head was trained for")
-    report = evaluate(
+    if against_server is not None:
+        others = {"--method": method, "--draft": draft, "--report": report, "--temperature": temperature}
+        if idle := [option for option, value in others.items() if value]:
+            raise UserError(
+                f"eagle eval: --against-server compares a greedy chain, so {idle[0]} has no meaning; drop it"
+            )
+        if head is None or len(questions or []) > 1:
+            raise UserError("eagle eval: --against-server needs HEAD, and one --questions at most")
+        return _against_server(
+            head,
+            target,
+            against_server,
+            as_json,
+            questions=questions[0] if questions else None,
+            max_new_tokens=max_new_tokens,
+            num_questions=num_questions,
+            dtype=dtype,
+            chat_template=chat_template,
+            trust_remote_code=trust_remote_code,
+        )
+
+    from eagle_train.decoding.sampling import Sampling
+    from eagle_train.evaluation.grid import check_reports, evaluate_grid, write_reports
+    from eagle_train.evaluation.methods import Method, Sizes
+
+    methods = [Method.parse(text, head) for text in method or []]
+    chains = not any(one.name in ("draft-model", "prompt-lookup") for one in methods) or "chain" in (
+        draft or []
+    )
+    lookahead = any(one.name == "lookahead" for one in methods)
+    for option, value in (("window", window), ("level", level), ("guesses", guesses)):
+        if value is not None and not lookahead:
+            raise UserError(f"--{option} {value}: a size of lookahead; give --method lookahead with it")
+    check_reports(report or [])
+    reports = evaluate_grid(
         head,
         target,
-        questions,
-        options.draft_shapes(draft or [], gamma, tree_tokens, top_k, depth),
-        sampling=Sampling(temperature, top_k_sampling, top_p),
+        questions or [],
+        temperatures,
+        drafts=options.draft_shapes(draft or [], gamma if chains else None, tree_tokens, top_k, depth)
+        or None,
+        methods=methods,
+        sizes=Sizes(gamma, window, level, guesses),
+        sampling=Sampling(0.0, top_k_sampling, top_p, repetition_penalty),
+        block=block,
         max_new_tokens=max_new_tokens,
         num_questions=num_questions,
         max_turns=max_turns,
@@ -108,12 +196,32 @@ def run(
         device_map=device_map,
         seed=seed,
     )
+    write_reports(report or [], reports)
+    return _say(reports, report or [], head, as_json)
+
+
+def _say(reports: list[dict[str, Any]], files: list[str], head: str | None, as_json: bool) -> int:
+    """Print the reports; return the exit code."""
+    from eagle_train.evaluation.report import fault, lines
+    from eagle_train.evaluation.tables import as_lines
+
     if as_json:
-        print(json.dumps(report, indent=2, ensure_ascii=False))
+        print(
+            json.dumps(
+                reports[0] if len(reports) == 1 else {"reports": reports}, indent=2, ensure_ascii=False
+            )
+        )
     else:
-        print("\n".join(lines(report)))
-        print(f"\nnext: eagle export {shlex.quote(head)} --engine vllm --out served/")
-    return options.fail_on(fault(report))
+        for one in reports:
+            print("\n".join([*lines(one), ""]))
+        if len(reports) > 1 or len(reports[0]["results"]) > 1:
+            print("\n".join(["tau, times plain decoding", *as_lines(reports), ""]))
+        if files:
+            print(f"written: {', '.join(files)}")
+        if head is not None:
+            print(f"next: eagle export {shlex.quote(head)} --engine vllm --out served/")
+    faults = [found for found in map(fault, reports) if found]
+    return options.fail_on(faults[0] if faults else None)
 
 
 def _predict(
@@ -121,28 +229,26 @@ def _predict(
     texts: str,
     target: str | None,
     gamma: int | None,
-    dtype: str,
-    chat_template: str | None,
-    trust_remote_code: bool,
     as_json: bool,
+    **given: Any,
 ) -> int:
     from eagle_train.evaluation.predict import predict
     from eagle_train.evaluation.report import predicted_lines
 
     gamma = 3 if gamma is None else gamma
-    report = predict(
-        head,
-        texts,
-        target,
-        gamma=gamma,
-        dtype=dtype,
-        chat_template=chat_template,
-        trust_remote_code=trust_remote_code,
-    )
+    report = predict(head, texts, target, gamma=gamma, **given)
     if as_json:
         print(json.dumps(report, indent=2, ensure_ascii=False))
     else:
         print("\n".join(predicted_lines(report)))
         names = f"{shlex.quote(head)} --target {shlex.quote(report['target'])}"
         print(f"next: eagle eval {names} --draft chain --gamma {gamma}")
+    return 0
+
+
+def _against_server(head: str, target: str, url: str, as_json: bool, **given: Any) -> int:
+    from eagle_train.evaluation.server import compare_with_server, server_lines
+
+    report = compare_with_server(head, target, url, **given)
+    print(json.dumps(report, indent=2, ensure_ascii=False) if as_json else "\n".join(server_lines(report)))
     return 0

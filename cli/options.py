@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
-    from eagle_train.decoding.drafters import Shape
+    from eagle_train.decoding.shapes import Shape
 
 Head = Annotated[
     str, typer.Argument(metavar="HEAD", help="A run of eagle train (its best), a head directory or a hub id.")
@@ -26,6 +26,10 @@ Depth = Annotated[
     int | None, typer.Option("--depth", max=256, help="Levels of guesses of a dynamic tree; default 8.")
 ]
 Temperature = Annotated[float, typer.Option("--temperature", help="0 is greedy.")]
+RepetitionPenalty = Annotated[
+    float,
+    typer.Option("--repetition-penalty", help="Logits of tokens in the text are divided by it; 1 is off."),
+]
 TopP = Annotated[
     float, typer.Option("--top-p", help="Sample from the smallest set with this much probability.")
 ]
@@ -54,23 +58,26 @@ def fail_on(fault: str | None) -> int:
 def draft_shapes(
     names: list[str], gamma: int | None, tree_tokens: int | None, top_k: int | None, depth: int | None
 ) -> list[Shape]:
-    """Return the shapes that the command line names: chain, static, dynamic; a size not given is usual.
+    """Return the shapes that the command line names; a size not given is usual, a file is a tuned shape.
 
     Raises UserError for an unknown name, or a size of a draft that is not named.
     """
-    from eagle_train.decoding.drafters import Chain, Dynamic, Static
+    from eagle_train.decoding.shapes import Chain, Dynamic, Sampled, Static, read_shape
     from eagle_train.errors import UserError, nearest
 
-    makers = {"chain": Chain, "static": Static, "dynamic": Dynamic}
+    makers = {"chain": Chain, "static": Static, "dynamic": Dynamic, "sampled": Sampled}
     sizes = {
         "chain": {"gamma": gamma},
         "static": {},
+        "sampled": {},
         "dynamic": {"total_tokens": tree_tokens, "top_k": top_k, "depth": depth},
     }
     for name in names:
-        if name not in makers:
+        if name not in makers and not name.endswith(".json"):
             known = ", ".join(makers)
-            raise UserError(f"--draft {name}: wanted one of {known}{nearest(name, makers)}")
+            raise UserError(
+                f"--draft {name}: wanted one of {known}, or a .json of eagle tune{nearest(name, makers)}"
+            )
     given = {
         name: {key: value for key, value in of.items() if value is not None} for name, of in sizes.items()
     }
@@ -79,4 +86,7 @@ def draft_shapes(
             key, value = next(iter(values.items()))
             option = {"total_tokens": "tree-tokens"}.get(key, key).replace("_", "-")
             raise UserError(f"--{option} {value}: a size of a {name} draft; give --draft {name} with it")
-    return [makers[name](**given[name]) for name in names]  # type: ignore[operator]
+    return [
+        read_shape(name) if name.endswith(".json") else makers[name](**given[name])  # type: ignore[operator]
+        for name in names
+    ]

@@ -57,6 +57,16 @@ class Generation:
         histogram = tuple(self.accepted.count(k) for k in range(longest + 1))
         return AcceptanceCounts(len(self.accepted), len(self.ids) - 1, histogram)
 
+    @property
+    def rounds(self) -> list[tuple[int, int]]:
+        """Of each round: how many tokens stood before it, and how many it emitted."""
+        found, before = [], 1  # the prefill's token
+        for accepted in self.accepted:
+            emitted = min(accepted + 1, len(self.ids) - before)
+            found.append((before, emitted))
+            before += emitted
+        return found
+
 
 OnTokens = Callable[[list[int], int], None]
 """Called with the tokens just emitted and how many of them were guesses."""

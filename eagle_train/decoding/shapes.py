@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from dataclasses import dataclass
+from pathlib import Path
 
-from eagle_train.decoding.trees import EAGLE1_PATHS
+from eagle_train.decoding.trees import EAGLE1_PATHS, StaticShape
 from eagle_train.errors import UserError
+from eagle_train.io import read_json, write_json
 
 
 @dataclass(frozen=True)
@@ -93,3 +96,26 @@ class Sampled:
 
 
 Shape = Chain | Static | Dynamic | Sampled
+_KINDS: dict[str, type[Shape]] = {"chain": Chain, "static": Static, "dynamic": Dynamic, "sampled": Sampled}
+
+
+def write_shape(path: str | Path, shape: Shape) -> None:
+    """Write a shape as JSON that `read_shape` takes."""
+    write_json(path, {"draft": shape.figures["draft"], **dataclasses.asdict(shape)})
+
+
+def read_shape(path: str | Path) -> Shape:
+    """Read what `write_shape` wrote. Raises UserError naming the file."""
+    values = read_json(path, "write one with eagle tune --out")
+    kind = _KINDS.get(str(values.pop("draft", None)))
+    if kind is None:
+        raise UserError(f"{path}: no draft of a known kind, wanted 'draft': one of {', '.join(_KINDS)}")
+    try:
+        if kind is Static:
+            values["paths"] = tuple(tuple(int(rank) for rank in path) for path in values["paths"])
+            StaticShape.from_paths(values["paths"])
+        if kind is Sampled:
+            values["widths"] = tuple(int(width) for width in values["widths"])
+        return kind(**values)
+    except (TypeError, KeyError, ValueError) as error:
+        raise UserError(f"{path}: not a shape of eagle tune ({error}); write it anew") from error

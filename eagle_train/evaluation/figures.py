@@ -21,9 +21,11 @@ class Tally:
     counts: AcceptanceCounts = field(default_factory=AcceptanceCounts)
     accepted_uncut: int = 0
     by_category: dict[str, AcceptanceCounts] = field(default_factory=lambda: defaultdict(AcceptanceCounts))
+    by_place: dict[int, list[int]] = field(default_factory=lambda: defaultdict(lambda: [0, 0]))
+    by_context: dict[int, list[int]] = field(default_factory=lambda: defaultdict(lambda: [0, 0]))
 
-    def add(self, made: Generation, category: str) -> None:
-        """Pool one answer."""
+    def add(self, made: Generation, category: str, prompt: int = 0) -> None:
+        """Pool one answer to a prompt of that many tokens."""
         self.new_tokens += len(made.ids)
         self.decoded_tokens += len(made.ids) - 1
         self.prefill_seconds += made.prefill_seconds
@@ -31,6 +33,10 @@ class Tally:
         if made.accepted:
             self.counts += made.counts
             self.by_category[category] += made.counts
+        for place, emitted in made.rounds:  # by where in the answer, and in the text, a round began
+            for bins, at in ((self.by_place, place), (self.by_context, prompt + place)):
+                bins[at.bit_length()][0] += 1
+                bins[at.bit_length()][1] += emitted
         self.accepted_uncut += sum(made.accepted_uncut)
 
     @property
@@ -64,7 +70,8 @@ def method_figures(tally: Tally, plain: Tally, tree: dict[str, Any]) -> dict[str
     `vllm_acceptance_length` is 1 + accepted guesses / rounds with the guesses past an answer's end counted,
     as vLLM's counters have it; `sglang_acceptance_length` is completion tokens / rounds, the prefill's token
     counted, as SGLang reports it. `round_cost` is the time of a round over that of a plain token: speculation
-    wins where tau is larger.
+    wins where tau is larger. `tau_by_place` and `tau_by_context` are by the tokens of the answer, and of the
+    whole text, before a round; the names of their classes say from where to where.
     """
     rounds = tally.counts.rounds
     seconds_per_round = tally.decode_seconds / rounds if rounds else 0.0
@@ -82,5 +89,13 @@ def method_figures(tally: Tally, plain: Tally, tree: dict[str, Any]) -> dict[str
         "seconds_per_round": seconds_per_round,
         "round_cost": seconds_per_round * plain_rate,
         "tau_by_category": {name: counts.tau for name, counts in sorted(tally.by_category.items()) if name},
+        "tau_by_place": _tau_by_size(tally.by_place),
+        "tau_by_context": _tau_by_size(tally.by_context),
         "tree": tree,
     }
+
+
+def _tau_by_size(bins: dict[int, list[int]]) -> dict[str, float]:
+    """Name classes of sizes 2^(b-1) .. 2^b - 1, smallest first."""
+    named = ((f"{2 ** (bits - 1)}-{2**bits - 1}", sums) for bits, sums in sorted(bins.items()))
+    return {name: tokens / rounds for name, (rounds, tokens) in named}

@@ -11,8 +11,8 @@ from eagle_train.decoding.drafters import HeadDrafter, Shape
 from eagle_train.decoding.loop import Generation, Settings, generate
 from eagle_train.decoding.sampling import Sampling
 from eagle_train.errors import UserError
-from eagle_train.evaluation.evaluate import usual_shape
 from eagle_train.evaluation.heads import open_head
+from eagle_train.evaluation.methods import usual_shape
 from eagle_train.evaluation.questions import Conversation, Question
 from eagle_train.evaluation.report import draft_name
 from eagle_train.targets.load import load_target
@@ -42,7 +42,8 @@ def answer_live(
 
     if not prompt.strip():
         raise UserError("prompt: got an empty text; give --prompt TEXT, or a text on standard input")
-    loaded, model = open_head(head), load_target(target, dtype=dtype, trust_remote_code=trust_remote_code)
+    model = load_target(target, dtype=dtype, trust_remote_code=trust_remote_code)
+    loaded = open_head(head, model)
     sampling, shape = sampling or Sampling(), shape or usual_shape(loaded)
     drafter = HeadDrafter(loaded, model, shape, sampling)
     template = load_template(model.tokenizer, chat_template)

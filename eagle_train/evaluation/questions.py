@@ -1,4 +1,4 @@
-"""Questions to decode: the built-in held-out set, or any file in MT-bench form."""
+"""Questions to decode: the built-in held-out set, a public set by name, or any file in MT-bench form."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from eagle_train.data.templates import ChatTemplate, TemplateRefused, load_template
-from eagle_train.errors import UserError
+from eagle_train.errors import UserError, nearest
+from eagle_train.evaluation.hub_questions import SETS, hub_records
 from eagle_train.io import os_error
 
 BUILTIN = "heldout.jsonl"
@@ -28,11 +29,16 @@ class Question:
 def read_questions(path: str | Path | None = None, limit: int | None = None) -> list[Question]:
     """Read JSON lines with `question_id`, `category` and `turns`; None reads the built-in held-out set.
 
+    A name of `hub_questions.SETS` that is no file is fetched from the hub.
     With `limit`, that many questions evenly spread over the file, in its order. Raises UserError naming file
     and line.
     """
     name = "the built-in questions" if path is None else str(path)
-    questions = [_question(record, place) for record, place in _records(path, name)]
+    if path is not None and str(path) in SETS and not Path(path).exists():
+        records = [(record, f"{name}, question {i}") for i, record in enumerate(hub_records(str(path)))]
+    else:
+        records = list(_records(path, name))
+    questions = [_question(record, place) for record, place in records]
     if not questions:
         raise UserError(f"{name}: holds no questions, wanted one JSON object per line")
     if limit is None or limit >= len(questions):
@@ -48,6 +54,9 @@ def _records(path: str | Path | None, name: str) -> Iterator[tuple[Any, str]]:
             text = resources.files("eagle_train.data.builtin").joinpath(BUILTIN).read_text(encoding="utf-8")
         else:
             text = Path(path).read_text(encoding="utf-8-sig")
+    except FileNotFoundError as error:
+        known = ", ".join(SETS)
+        raise UserError(f"{name}: No such file, and no public set ({known}){nearest(name, SETS)}") from error
     except OSError as error:
         raise os_error(name, error) from error
     except UnicodeDecodeError as error:

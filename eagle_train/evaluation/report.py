@@ -22,7 +22,12 @@ def fault(report: dict[str, Any]) -> str | None:
 def draft_name(tree: dict[str, Any]) -> str:
     """Name a draft's shape, e.g. ``dynamic tree of 60 (top-k 10, depth 8)``."""
     if tree["draft"] == "chain":
-        return f"chain of {tree['depth']}"
+        stop = f" that stops below {tree['stop']:.2g}" if "stop" in tree else ""
+        return f"chain of {tree['depth']}{stop}"
+    if tree["draft"] == "prompt-lookup":
+        return f"up to {tree['depth']} tokens after the last {tree['longest']}"
+    if tree["draft"] == "lookahead":
+        return f"window {tree['window']}, level {tree['level']}, {tree['guesses']} guesses"
     beams = f"top-k {tree['top_k']}, " if "top_k" in tree else ""
     return f"{tree['draft']} tree of {tree['nodes']} nodes ({beams}depth {tree['depth']})"
 
@@ -34,8 +39,13 @@ def lines(report: dict[str, Any]) -> list[str]:
     if not greedy:
         how += f", top-k {report['top_k']}" if report["top_k"] else ""
         how += f", top-p {report['top_p']:g}" if report["top_p"] < 1 else ""
+        how += ", blocks" if report["block"] else ""
+    if report["repetition_penalty"] != 1:
+        how += f", repetition penalty {report['repetition_penalty']:g}"
+    who = f"{report['kind']} head {report['head']} on " if report["head"] else ""
+    where = f" of {report['set']}" if report.get("set") else ""
     found = [
-        f"{report['kind']} head {report['head']} on {report['target']}: {report['prompts']} prompts, up to "
+        f"{who}{report['target']}: {report['prompts']} prompts{where}, up to "
         f"{report['max_new_tokens']} new tokens, {how}, {report['dtype']}, {report['device']}",
         f"plain decoding: {report['plain']['tokens_per_second']:.1f} tokens/s",
     ]
@@ -45,8 +55,9 @@ def lines(report: dict[str, Any]) -> list[str]:
 
 
 def _result_lines(result: dict[str, Any]) -> list[str]:
+    source = f" {result['source']}" if result["source"] else ""
     found = [
-        f"{draft_name(result['tree'])}",
+        f"{result['method']}{source}, {draft_name(result['tree'])}",
         f"  acceptance length (tau)   {result['tau']:.3f}   ({result['tokens']:,} tokens in "
         f"{result['rounds']:,} rounds; as vLLM counts: {result['vllm_acceptance_length']:.3f}, as SGLang: "
         f"{result['sglang_acceptance_length']:.3f})",
@@ -59,9 +70,10 @@ def _result_lines(result: dict[str, Any]) -> list[str]:
         + ("" if result["speedup"] >= 1 else f", more than the {result['tau']:.2f} tokens it gives"),
         f"  output                    {_lossless(result)}",
     ]
-    if result["tau_by_category"]:
-        taus = ", ".join(f"{name} {tau:.2f}" for name, tau in result["tau_by_category"].items())
-        found.append(f"  tau by category           {taus}")
+    for key, words in (("category", "tau by category  "), ("place", "tau by place     ")):
+        if taus := result[f"tau_by_{key}"]:
+            listed = ", ".join(f"{name} {tau:.2f}" for name, tau in taus.items())
+            found.append(f"  {words}         {listed}")
     return found
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from eagle_cli.main import main
 
-from eagle_train.evaluation import evaluate as module
+from eagle_train.evaluation import comparison
 from eagle_train.heads.config import HeadConfig
 from eagle_train.heads.disk import build_head, save_head
 from eagle_train.targets.load import load_target
@@ -63,8 +63,8 @@ def test_a_difference_in_fp32_is_exit_1_with_a_clear_line(head_dir, tiny_target_
         made.ids[1] += 1
         return made
 
-    real = module.generate
-    monkeypatch.setattr(module, "generate", wrong)
+    real = comparison.generate
+    monkeypatch.setattr(comparison, "generate", wrong)
     arguments = ("eval", head_dir, "--target", tiny_target_dir, "--num-questions", 1, "--max-new-tokens", 4)
     assert eagle(*arguments) == 1
     captured = capsys.readouterr()
@@ -88,7 +88,7 @@ def test_predicting_needs_no_target_for_shards(head_dir, tiny_shards_dir, capsys
         ((), "no --target"),
         (
             ("--target", "T", "--draft", "chian"),
-            "--draft chian: wanted one of chain, static, dynamic; did you mean 'chain'?",
+            "--draft chian: wanted one of chain, static, dynamic, sampled, or a .json of eagle tune; did you",
         ),
         (("--target", "T", "--gamma", "5"), "--gamma 5: a size of a chain draft; give --draft chain with it"),
         (("--target", "T", "--draft", "chain", "--depth", "2"), "--depth 2: a size of a dynamic draft"),

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from eagle_train.data.prepare import prepare
 from eagle_train.decoding.drafters import Chain
 from eagle_train.decoding.loop import Settings, plain
 from eagle_train.errors import UserError
@@ -17,7 +18,12 @@ from eagle_train.evaluation.questions import Question, conversations
 from eagle_train.heads.config import HeadConfig
 from eagle_train.heads.disk import build_head, save_head
 from eagle_train.provenance import tokenizer_fingerprint
+from eagle_train.recipe_files import load_recipe
+from eagle_train.shards.reader import open_shards
+from eagle_train.targets.extract import extract
 from eagle_train.targets.load import Target, load_target
+from eagle_train.training.held_out import split
+from eagle_train.training.loop import train
 
 QUESTIONS = [Question(str(i), "", (f"Question {i}: " + "why is it so? " * i,)) for i in range(4)]
 
@@ -49,27 +55,72 @@ def write_answers(target: Target, file: Path) -> None:
     file.write_text("".join(json.dumps(record) + "\n" for record in records))
 
 
+@pytest.fixture(scope="module")
+def answered(target: Target, tiny_target_dir: Path, tmp_path_factory) -> tuple[Path, dict[str, Path]]:
+    """The target's answers as a file, and shards of them for either kind of head."""
+    folder = tmp_path_factory.mktemp("answered")
+    write_answers(target, folder / "answers.jsonl")
+    prepare([str(folder / "answers.jsonl")], str(tiny_target_dir), folder / "rows", show=False)
+    shards = {kind: folder / kind for kind in ("eagle1", "eagle3")}
+    for kind, out in shards.items():
+        settings = {"codec": "fp32", "dtype": "fp32", "device": "cpu", "show": False}
+        extract(folder / "rows", str(tiny_target_dir), out, features=kind, **settings)
+    return folder / "answers.jsonl", shards
+
+
+@pytest.fixture(scope="module")
+def trained(answered, tmp_path_factory) -> dict[str, Path]:
+    """Runs whose heads know the texts by heart, but for one conversation that was held out."""
+    runs = {}
+    for kind, shards in answered[1].items():
+        own = ["head.kind=eagle1", "head.draft_vocab_size=null"] if kind == "eagle1" else []
+        changes = [
+            "optim.lr=0.02",
+            "run.steps=40",
+            "run.eval_every=40",
+            "run.save_every=40",
+            "data.held_out=1",
+        ]
+        runs[kind] = tmp_path_factory.mktemp("runs") / kind
+        train(shards, load_recipe("eagle3-tiny", [*changes, *own]), runs[kind], show=False)
+    return runs
+
+
 @pytest.mark.parametrize("kind", ["eagle1", "eagle3"])
-def test_predicted_figures_of_answers_equal_the_measured_ones(target, tiny_target_dir, tmp_path, kind):
-    head = some_head(target, kind)
-    save_head(head, tmp_path / "head")
-    write_answers(target, tmp_path / "answers.jsonl")
-    predicted = predict(
-        tmp_path / "head", tmp_path / "answers.jsonl", str(tiny_target_dir), gamma=3, dtype="fp32", show=False
-    )
+def test_predicted_figures_of_answers_equal_the_measured_ones(
+    target, tiny_target_dir, answered, trained, kind
+):
+    head = trained[kind] / "last"
+    predicted = predict(head, answered[0], str(tiny_target_dir), gamma=3, dtype="fp32", show=False)
     measured = evaluate(head, target, QUESTIONS, [Chain(3)], max_new_tokens=24, show=False)
     for name in ("tau", "rounds", "tokens", "accepted_histogram", "accepted_by_position", "tree"):
         assert predicted[name] == measured[name], name
-    assert predicted["rounds"] > 0
+    assert predicted["tau"] > 1.3
+    assert all(count > 0 for count in predicted["accepted_histogram"][:3])
     json.dumps(predicted)
 
 
-def test_shards_are_enough_to_predict_from(tiny_shards_dir, target, tmp_path):
+@pytest.mark.parametrize("kind", ["eagle1", "eagle3"])
+def test_a_run_is_predicted_on_the_rows_it_held_out(answered, trained, kind):
+    shards = open_shards(answered[1][kind])
+    (held,) = split(shards.conversation_ids, 1)[1]
+    run = trained[kind]
+    report = predict(run, answered[1][kind], gamma=3, show=False)
+    assert (report["which_rows"], report["rows"]) == ("held out from training", 1)
+    chosen = predict(run, answered[1][kind], gamma=3, rows=[held], show=False)
+    assert {**chosen, "which_rows": 0} == {**report, "which_rows": 0}
+    everything = predict(run, answered[1][kind], gamma=3, rows=range(shards.num_rows), show=False)
+    assert everything["tokens"] > report["tokens"] > 0
+    assert everything["tau"] > report["tau"]  # it knows the others by heart
+
+
+def test_another_heads_shards_are_read_whole(tiny_shards_dir, target, tmp_path):
     save_head(some_head(target, "eagle3"), tmp_path / "head")
     report = predict(tmp_path / "head", tiny_shards_dir, gamma=2, show=False)
-    assert report["which_rows"] == "all"
-    assert report["tokens"] >= report["rounds"] > 0
-    assert report["tau"] >= 1
+    shards = open_shards(tiny_shards_dir)
+    assert (report["which_rows"], report["rows"]) == ("all", shards.num_rows)
+    assert report["tokens"] == sum(e - s for spans in shards.spans for s, e in spans)
+    assert report["rounds"] == sum(report["accepted_histogram"])
 
 
 def test_what_cannot_be_predicted_from_is_refused(tiny_shards_eagle1_dir, tiny_shards_dir, target, tmp_path):

@@ -1,0 +1,138 @@
+"""Several ways of decoding on the same prompts, one after the other on each, beside plain decoding."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from eagle_train.decoding.drafters import Drafter
+from eagle_train.decoding.loop import Generation, OnTokens, Settings, generate, plain
+from eagle_train.decoding.reader import TargetReader
+from eagle_train.evaluation.figures import Tally, method_figures
+from eagle_train.evaluation.methods import Entry
+from eagle_train.evaluation.watch import Watched
+from eagle_train.progress import Progress
+from eagle_train.targets.load import Target
+
+_WARM_UP_TOKENS = 12
+_SECONDS_BETWEEN_NOTES = 0.5
+
+
+class Comparison:
+    """Pools figures of plain decoding and of every entry; notes where greedy answers differ."""
+
+    def __init__(
+        self, target: Target, entries: Sequence[Entry], settings: Settings, bar: Progress | None = None
+    ) -> None:
+        self.target, self.entries, self.settings, self._bar = target, entries, settings, bar
+        self._drafters = [Watched(entry.drafter) for entry in entries]
+        self.plain = Tally()
+        self.tallies = [Tally() for _ in entries]
+        self.differences: list[list[dict[str, Any]]] = [[] for _ in entries]
+        self._answered = 0
+
+    def answer(self, prompt: list[int], name: str, turn: int, category: str) -> Generation:
+        """Answer one prompt with every method; return plain decoding's answer."""
+        settings = replace(self.settings, seed=self.settings.seed + self._answered)
+        if not self._answered:
+            self._warm_up(prompt)
+        methods: list[Drafter | None] = [None, *self._drafters]
+        first = self._answered % len(methods)  # each method goes first in its turn
+        self._answered += 1
+        made: dict[int, Generation] = {}
+        for number in [*range(first, len(methods)), *range(first)]:
+            hears = self._ticker(f"{name}, {'plain' if not number else self.entries[number - 1].method}")
+            drafter = methods[number]
+            if drafter is None:
+                made[number] = plain(self.target, prompt, settings, hears)
+            else:
+                made[number] = generate(self.target, drafter, prompt, settings, hears)
+        alone = made[0]
+        self.plain.add(alone, category, len(prompt))
+        for number, (tally, differences) in enumerate(zip(self.tallies, self.differences, strict=True), 1):
+            tally.add(made[number], category, len(prompt))
+            if settings.sampling.greedy and made[number].ids != alone.ids:
+                place = {"question": name, "turn": turn + 1}
+                differences.append(
+                    {**place, **first_difference(self.target, prompt, alone.ids, made[number].ids)}
+                )
+        if self._bar is not None:
+            self._bar.advance(1, self.note)
+        return alone
+
+    def _ticker(self, name: str) -> OnTokens | None:
+        """Return what shows the tokens of one answer while it is written, twice a second at most."""
+        bar, shown, count = self._bar, time.monotonic(), 0
+        if bar is None:
+            return None
+
+        def hear(tokens: list[int], accepted: int) -> None:
+            nonlocal shown, count
+            count += len(tokens)
+            if time.monotonic() - shown > _SECONDS_BETWEEN_NOTES:
+                shown = time.monotonic()
+                bar.advance(0, f"{name}: {count} tokens{'; ' + self.note if self._answered > 1 else ''}")
+
+        return hear
+
+    def _warm_up(self, prompt: list[int]) -> None:
+        short = replace(self.settings, max_new_tokens=_WARM_UP_TOKENS)
+        hears = self._ticker("warming up")
+        plain(self.target, prompt, short, hears)
+        for drafter in self._drafters:
+            generate(self.target, drafter, prompt, short, hears)
+
+    @property
+    def note(self) -> str:
+        """The figures so far, for the progress line."""
+        return ", ".join(f"tau {tally.counts.tau:.2f}" for tally in self.tallies)
+
+    def results(self) -> list[dict[str, Any]]:
+        """Return every entry's figures."""
+        found = []
+        columns = zip(self.entries, self._drafters, self.tallies, self.differences, strict=True)
+        for entry, drafter, tally, differences in columns:
+            named = {"method": entry.method, "source": entry.source}
+            drawn = drafter.a_round(self.target.tokenizer)
+            lossless = not differences if self.settings.sampling.greedy else None
+            figures = method_figures(tally, self.plain, entry.tree)
+            proof = {"lossless": lossless, "differences": differences}
+            found.append({**named, **figures, **proof, "a_round": drawn})
+        return found
+
+
+def first_difference(target: Target, prompt: list[int], alone: list[int], made: list[int]) -> dict[str, Any]:
+    """Say where two greedy answers part, and how near the target's two best logits are there.
+
+    `noise` is how far the logits there move when the same text is read in one piece rather than token by
+    token: what the order of summation alone does in the target's dtype.
+    """
+    pairs = zip(alone, made, strict=False)
+    at = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(alone), len(made)))
+    text = [*prompt, *alone[:at]]
+    with torch.inference_mode():
+        ids = torch.tensor([text], device=target.device)
+        logits = target.logits(target.run_body(ids)[0, -1]).float()
+        again = _read_in_steps(target, text).float()
+    best = logits.topk(2)
+    return {
+        "at": at,
+        "plain_token": alone[at] if at < len(alone) else None,
+        "token": made[at] if at < len(made) else None,
+        "gap": float(best.values[0] - best.values[1]),
+        "noise": float((logits - again)[best.indices].abs().max()),
+    }
+
+
+def _read_in_steps(target: Target, text: list[int], steps: int = 8) -> torch.Tensor:
+    """Return the logits after `text`, whose last tokens are read one by one."""
+    whole = max(1, len(text) - steps)
+    with TargetReader(target, ()) as reader:
+        last = reader.read(text[:whole]).last[-1]
+        for token in text[whole:]:
+            last = reader.read([token]).last[-1]
+    return target.logits(last)

@@ -1,0 +1,66 @@
+"""One comparison for every question set at every temperature, with the target loaded once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from eagle_train.decoding.sampling import Sampling
+from eagle_train.errors import UserError
+from eagle_train.evaluation.evaluate import evaluate
+from eagle_train.evaluation.page import as_page
+from eagle_train.evaluation.questions import read_questions
+from eagle_train.evaluation.tables import as_csv
+from eagle_train.io import write_json, write_text
+from eagle_train.targets.load import Target, load_target
+
+FORMATS = (".json", ".csv", ".html")
+
+
+def evaluate_grid(
+    head: str | None,
+    target: str,
+    sets: Sequence[str],
+    temperatures: Sequence[float],
+    *,
+    sampling: Sampling,
+    num_questions: int | None = None,
+    dtype: str = "auto",
+    trust_remote_code: bool = False,
+    device_map: str | None = None,
+    **settings: Any,
+) -> list[dict[str, Any]]:
+    """Return the report of `evaluate` for each set and temperature, ``set`` added: the set's name.
+
+    No set means the built-in one; other settings are those of `evaluate`. Everything is read before any
+    decoding, so that a wrong name costs no time.
+    """
+    questions = {name: read_questions(name or None, num_questions) for name in sets or ("",)}
+    laws = [replace(sampling, temperature=temperature) for temperature in temperatures or (0.0,)]
+    model: Target = load_target(
+        target, dtype=dtype, trust_remote_code=trust_remote_code, device_map=device_map
+    )
+    return [
+        {"set": Path(name).stem if name else None, **evaluate(head, model, some, sampling=law, **settings)}
+        for name, some in questions.items()
+        for law in laws
+    ]
+
+
+def check_reports(paths: Sequence[str]) -> None:
+    """Raise UserError for a report file whose ending names no format."""
+    for path in paths:
+        if Path(path).suffix not in FORMATS:
+            raise UserError(f"--report {path}: wanted a file ending in {', '.join(FORMATS)}")
+
+
+def write_reports(paths: Sequence[str], reports: Sequence[dict[str, Any]]) -> None:
+    """Write the reports into each file, in the format that its ending names."""
+    check_reports(paths)
+    for path in paths:
+        if Path(path).suffix == ".json":
+            write_json(path, {"reports": list(reports)})
+        else:
+            write_text(path, as_csv(reports) if Path(path).suffix == ".csv" else as_page(reports))

@@ -1,0 +1,257 @@
+"""Methods side by side, question sets by temperatures, and the files that hold their figures."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import re
+import xml.etree.ElementTree as ET
+from pathlib import Path
+
+import pytest
+import torch
+from eagle_cli.main import main
+
+from eagle_train.decoding.shapes import Chain, Dynamic, Sampled, Static, read_shape, write_shape
+from eagle_train.errors import UserError
+from eagle_train.evaluation.evaluate import evaluate
+from eagle_train.evaluation.hub_questions import SETS
+from eagle_train.evaluation.methods import Method, Sizes
+from eagle_train.evaluation.page import as_page
+from eagle_train.evaluation.questions import Question, read_questions
+from eagle_train.evaluation.tables import as_csv, as_lines
+from eagle_train.heads.config import HeadConfig
+from eagle_train.heads.disk import build_head, save_head
+from eagle_train.targets.load import Target, load_target
+
+QUESTIONS = [
+    Question("a", "sea", ("Why is the sea deep? deep? deep?",)),
+    Question("b", "<bread>", ("Bake!",)),
+]
+
+
+@pytest.fixture(scope="module")
+def target(tiny_target_dir: Path) -> Target:
+    return load_target(str(tiny_target_dir), dtype="fp32", device="cpu")
+
+
+@pytest.fixture(scope="module")
+def heads(target: Target, tmp_path_factory) -> dict[str, str]:
+    torch.manual_seed(0)
+    folders = {}
+    for kind in ("eagle1", "eagle3"):
+        folders[kind] = str(tmp_path_factory.mktemp("heads") / kind)
+        save_head(build_head(HeadConfig.for_target(target.config.to_dict(), kind)), folders[kind])
+    return folders
+
+
+@pytest.fixture(scope="module")
+def reports(target, heads, tiny_target_dir) -> list[dict]:
+    """Every method, greedy and sampled."""
+    texts = ["plain", "prompt-lookup", "lookahead", f"draft-model={tiny_target_dir}"]
+    texts += [f"eagle1={heads['eagle1']}", f"eagle2={heads['eagle1']}", f"eagle3={heads['eagle3']}"]
+    methods = [Method.parse(text) for text in texts]
+    from eagle_train.decoding.sampling import Sampling
+
+    return [
+        {
+            "set": "made up",
+            **evaluate(
+                None,
+                target,
+                QUESTIONS,
+                methods=methods,
+                sizes=Sizes(gamma=2, window=3, level=3, guesses=2),
+                sampling=Sampling(temperature),
+                max_new_tokens=12,
+                show=False,
+            ),
+        }
+        for temperature in (0.0, 1.0)
+    ]
+
+
+def test_every_method_answers_the_same_prompts_by_one_loop(reports):
+    greedy, sampled = reports
+    names = ["prompt-lookup", "lookahead", "draft-model", "eagle1", "eagle2", "eagle3"]
+    for report in reports:
+        assert [result["method"] for result in report["results"]] == names
+        assert (report["head"], report["kind"]) == (None, None)
+    drafts = {result["method"]: result["tree"]["draft"] for result in greedy["results"]}
+    assert (drafts["eagle1"], drafts["eagle2"], drafts["eagle3"]) == ("static", "dynamic", "dynamic")
+    for result in greedy["results"]:
+        assert result["lossless"] is True
+        assert result["tokens"] == greedy["plain"]["tokens"] - 2
+    own = next(result for result in greedy["results"] if result["method"] == "draft-model")
+    assert own["accepted_by_position"][0] == 1  # the target is its own draft model here
+    assert 2.5 < own["tau"] <= 3
+    assert all(result["lossless"] is None for result in sampled["results"])
+
+
+def test_acceptance_is_told_by_place_and_by_the_length_of_the_text(reports):
+    for result in reports[0]["results"]:
+        assert set(result["tau_by_place"]) <= {"1-1", "2-3", "4-7", "8-15"}
+        assert result["tau_by_place"]["1-1"] >= 1
+        assert all(1 <= tau <= result["tree"]["depth"] + 1 for tau in result["tau_by_context"].values())
+
+
+def test_the_table_holds_every_method_under_every_temperature(reports):
+    lines = as_lines(reports)
+    assert lines[0].split("  ")[-1].strip() == "made up, T=1"
+    assert len(lines) == 2 + 6
+    assert lines[1].startswith("plain ")
+    for line, result in zip(lines[2:], reports[0]["results"], strict=True):
+        assert f"{result['tau']:.2f}, {result['speedup']:.2f}x" in line
+    table = list(csv.DictReader(io.StringIO(as_csv(reports))))
+    assert len(table) == 2 * (1 + 6)
+    assert [row["method"] for row in table[:3]] == ["plain", "prompt-lookup", "lookahead"]
+    assert float(table[1]["tau"]) == reports[0]["results"][0]["tau"]
+
+
+def test_the_page_stands_alone_and_its_plots_and_trees_are_drawn(reports):
+    page = as_page(reports)
+    assert "http-equiv" not in page
+    assert not re.search(r"<(script|link|img)\b|\bsrc=", page)
+    pictures = re.findall(r"<svg.*?</svg>", page, flags=re.S)
+    rounds = sum(result["a_round"] is not None for report in reports for result in report["results"])
+    assert len(pictures) == 2 * 6 + rounds
+    assert rounds >= 6
+    for picture in pictures:
+        ET.fromstring(picture)
+    own = next(r for r in reports[0]["results"] if r["method"] == "draft-model")["a_round"]
+    assert own["accepted"] == [1, 2]
+    assert own["parents"] == [-1, 0, 1]
+    assert "&lt;bread&gt;" in page
+    assert "<bread>" not in page
+
+
+def eagle(*arguments: object) -> int:
+    with pytest.raises(SystemExit) as left:
+        main([str(argument) for argument in arguments])
+    return int(left.value.code or 0)
+
+
+def test_one_command_compares_methods_over_sets_and_temperatures(heads, tiny_target_dir, tmp_path, capsys):
+    for name in ("one", "two"):
+        line = {"question_id": 1, "category": "c", "turns": [f"Why {name}?"]}
+        (tmp_path / f"{name}.jsonl").write_text(json.dumps(line))
+    files = [tmp_path / f"out.{ending}" for ending in ("html", "csv", "json")]
+    code = eagle(
+        *(
+            "eval",
+            heads["eagle3"],
+            "--target",
+            tiny_target_dir,
+            "--max-new-tokens",
+            6,
+            "--method",
+            "prompt-lookup",
+        ),
+        *("--questions", tmp_path / "one.jsonl", "--questions", tmp_path / "two.jsonl"),
+        *("--temperature", 0, "--temperature", 1, "--draft", "chain", "--gamma", 2, "--block"),
+        *(word for file in files for word in ("--report", file)),
+    )
+    out = capsys.readouterr().out
+    assert code == 0
+    assert "one, T=0" in out
+    assert "two, T=1" in out
+    assert out.splitlines()[-1] == f"next: eagle export {heads['eagle3']} --engine vllm --out served/"
+    assert files[0].read_text().startswith("<!doctype html>")
+    assert len(files[1].read_text().splitlines()) == 1 + 4 * 3
+    reports = json.loads(files[2].read_text())["reports"]
+    assert [(r["set"], r["temperature"]) for r in reports] == [("one", 0), ("one", 1), ("two", 0), ("two", 1)]
+    assert reports[0]["results"][0]["tree"]["depth"] == reports[0]["results"][1]["tree"]["depth"] == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ((), "got neither a head nor a method"),
+        (("--method", "lookahed"), "did you mean 'lookahead'?"),
+        (("--method", "draft-model"), "needs a model; give --method draft-model=DIR"),
+        (("--method", "eagle3"), "needs a head; give --method eagle3=DIR"),
+        (("--method", "plain=x"), "wanted plain alone, it reads nothing"),
+        (("--method", "eagle1=HEAD"), "an eagle3 head, wanted eagle1; give --method eagle3="),
+        (("--method", "prompt-lookup", "--window", "3"), "--window 3: a size of lookahead"),
+        (("--method", "lookahead", "--level", "1"), "lookahead: got level 1"),
+        (("--method", "lookahead", "--report", "x.pdf"), "--report x.pdf: wanted a file ending in"),
+        (("--method", "lookahead", "--top-p", "0"), "top-p: got 0.0"),
+        (("--method", "lookahead", "--top-p", "nan"), "top-p: got nan"),
+        (("--method", "lookahead", "--temperature", "inf"), "temperature: got inf"),
+        (("--method", "lookahead", "--repetition-penalty", "-1"), "repetition-penalty: got -1"),
+        (("--method", "lookahead", "--questions", "gsm9k"), "did you mean 'gsm8k'?"),
+        (("HEAD", "--draft", "none.json"), "none.json"),
+    ],
+)
+def test_what_the_user_must_change_is_one_line(heads, tiny_target_dir, capsys, arguments, words):
+    arguments = tuple(word.replace("HEAD", heads["eagle3"]) for word in arguments)
+    assert eagle("eval", *arguments, "--target", tiny_target_dir) == 2
+    error = capsys.readouterr().err.strip().splitlines()[-1]
+    assert error.startswith("error: ")
+    assert words in error
+
+
+@pytest.mark.parametrize(
+    "shape", [Chain(4, 0.25), Static(((0,), (1,), (0, 2))), Dynamic(12, 3, 4), Sampled((3, 1))]
+)
+def test_a_shape_survives_the_disk(tmp_path, shape):
+    write_shape(tmp_path / "shape.json", shape)
+    assert read_shape(tmp_path / "shape.json") == shape
+
+
+def test_a_shape_that_cannot_be_is_refused(tmp_path):
+    for text, words in (
+        ('{"draft": "chian", "gamma": 3}', "no draft of a known kind"),
+        ('{"draft": "chain", "gama": 3}', "not a shape of eagle tune"),
+        ('{"draft": "static", "paths": [[0, 1]]}', "has no parent"),
+        ('{"draft": "static"}', "not a shape of eagle tune"),
+        ('{"draft": "chain", "gamma": 0}', "chain: got 0 guesses"),
+        ('{"draft": "chain", "stop": 1.5}', "chain: got stop 1.5"),
+    ):
+        (tmp_path / "shape.json").write_text(text)
+        with pytest.raises(UserError, match=words):
+            read_shape(tmp_path / "shape.json")
+
+
+RECORDS = {
+    "mt_bench": {"prompt": ["One?", "Two?"], "category": "writing"},
+    "gsm8k": {"question": "1 + 1?", "answer": "2"},
+    "humaneval": {"prompt": "def f():", "canonical_solution": "pass"},
+    "alpaca": {"instruction": "Say it.", "input": "loud", "output": "IT"},
+    "cnn_dm": {"article": "Long ago.", "highlights": "."},
+}
+
+
+@pytest.mark.parametrize("name", SETS)
+def test_public_sets_are_read_by_name(monkeypatch, name):
+    import datasets
+
+    asked = []
+
+    def load(repository, config, split):
+        asked.append((repository, config, split))
+        return [{**RECORDS[name], "n": i} for i in range(200)]
+
+    monkeypatch.setattr(datasets, "load_dataset", load)
+    questions = read_questions(name)
+    assert len(questions) == 80
+    assert asked == [(SETS[name].repository, SETS[name].config, SETS[name].split)]
+    assert questions[0].category in ("writing", "math", "code", "instructions", "summarising")
+    words = {
+        "mt_bench": ("One?", "Two?"),
+        "alpaca": ("Say it.\n\nloud",),
+        "cnn_dm": ("Summarize: Long ago.",),
+    }
+    assert questions[0].turns == words.get(name, questions[0].turns)
+
+
+def test_without_the_hub_a_public_set_is_one_line(monkeypatch):
+    import datasets
+
+    def load(*_, **__):
+        raise ConnectionError("Couldn't reach 'openai/gsm8k' on the Hub")
+
+    monkeypatch.setattr(datasets, "load_dataset", load)
+    with pytest.raises(UserError, match=r"the hub gave no openai/gsm8k .* or give a file of JSON lines"):
+        read_questions("gsm8k")
