@@ -35,14 +35,13 @@ def run(
     ),
     as_json: bool = typer.Option(False, "--json", help="Print the row and the counts as JSON."),
 ) -> None:
-    from eagle_train.data.inspect import bracketed, count_lines, describe_row, print_coloured
+    from eagle_train.data.inspect import bracketed, count_lines, describe_row, print_coloured, shown
     from eagle_train.data.rows import open_rows
 
     opened = open_rows(rows)
     described = describe_row(opened, row, target, trust_remote_code)
     if as_json:
-        figures = {name: value for name, value in opened.info.items() if name != "supervised_frequencies"}
-        print(json.dumps({"rows": figures, "row": described}, indent=2, ensure_ascii=False))
+        print(json.dumps({"rows": shown(opened.info), "row": described}, indent=2, ensure_ascii=False))
         return
     for line in count_lines(opened.info):
         print(line)

@@ -15,7 +15,7 @@ EXAMPLES = """
 
     eagle prepare chats.json --target HuggingFaceTB/SmolLM2-135M-Instruct --out rows/
 
-    eagle prepare sharegpt.json answers.jsonl.gz --target ./my-model --max-length 4096 --skip-bad --out rows/
+    eagle prepare sharegpt.json=0.5 answers.jsonl.gz --target ./my-model --max-length 4096 --out rows/
 
     eagle prepare HuggingFaceH4/ultrachat_200k:train_sft --target ./vicuna --chat-template vicuna --out rows/
 """
@@ -26,15 +26,26 @@ def run(
         ...,
         metavar="DATA...",
         help="ShareGPT or messages files (.json, .jsonl, also .gz, .parquet), folders, globs, or hub "
-        "datasets as owner/name[:split].",
+        "datasets as owner/name[:split]; behind one, =0.5 is its weight in a mixture.",
     ),
     target: str = typer.Option(..., "--target", help="The target: hub id, directory or .gguf file."),
     out: Path = typer.Option(..., "--out", help="Folder for the rows."),
     chat_template: str | None = typer.Option(
         None, "--chat-template", help="A Jinja file, or vicuna, or llama-2; default the tokenizer's own."
     ),
+    template_arg: list[str] = typer.Option(
+        [],
+        "--template-arg",
+        help="NAME=VALUE for the chat template, such as enable_thinking=false; repeatable.",
+    ),
     max_length: int = typer.Option(
         2048, "--max-length", help="Tokens of a row; what is longer is cut on the right."
+    ),
+    last_turn_only: bool = typer.Option(
+        False, "--last-turn-only", help="Supervise the last answer of each conversation alone."
+    ),
+    drop_duplicates: bool = typer.Option(
+        False, "--drop-duplicates", help="Leave out rows that equal an earlier one."
     ),
     skip_bad: bool = typer.Option(
         False, "--skip-bad", help="Keep the good records of damaged files; the bad are named."
@@ -48,22 +59,26 @@ def run(
     ),
     as_json: bool = typer.Option(False, "--json", help="Print the figures as JSON."),
 ) -> None:
+    from eagle_train.data.inspect import shown
     from eagle_train.data.prepare import prepare
+    from eagle_train.data.templates import parse_arguments
 
     summary = prepare(
         data,
         target,
         out,
         chat_template=chat_template,
+        template_arguments=parse_arguments(template_arg),
         max_length=max_length,
+        last_turn_only=last_turn_only,
+        drop_duplicates=drop_duplicates,
         skip_bad=skip_bad,
         num_proc=num_proc,
         overwrite=overwrite,
         trust_remote_code=trust_remote_code,
     )
     if as_json:
-        shown = {name: value for name, value in summary.items() if name != "supervised_frequencies"}
-        print(json.dumps(shown, indent=2, ensure_ascii=False))
+        print(json.dumps(shown(summary), indent=2, ensure_ascii=False))
         return
     _print(summary, target, out)
 

@@ -20,9 +20,14 @@ def tokenizer_fingerprint(tokenizer: Any) -> str:
     """Return 16 hex digits that agree exactly when two tokenizers map text to ids alike.
 
     Covers the whole serialised tokenizer where there is one (vocabulary, merges, normaliser), else the
-    vocabulary, and the special tokens. The chat template has its own fingerprint.
+    vocabulary, and the special tokens; not whether it cuts or pads, which every call may change. The chat
+    template has its own fingerprint.
     """
     backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is not None and (backend.truncation or backend.padding):
+        backend = type(backend).from_str(backend.to_str())
+        backend.no_truncation()
+        backend.no_padding()
     body = backend.to_str() if backend is not None else sorted(tokenizer.get_vocab().items())
     special = {name: str(token) for name, token in sorted(tokenizer.special_tokens_map.items())}
     return sha256_json([body, special])[:16]

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from itertools import chain, islice
 from typing import Any
 
-from eagle_train.data.conversations import Conversation, Skip, TokenRow
 from eagle_train.data.mask import EncodedRow, Encoder, cut
+from eagle_train.data.records import Conversation, Skip, TokenRow
 from eagle_train.data.templates import ChatTemplate
 from eagle_train.errors import UserError
 
@@ -29,13 +29,14 @@ TOO_LONG = "prompt longer than max length"
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of one conversation: its rows, or the reason it has none."""
+    """What became of one conversation: its rows, or why it has none (`skipped`, a kind, and `detail`)."""
 
     conversation_id: str
     source: str
     rows: list[EncodedRow]
     repairs: tuple[str, ...] = ()
     skipped: str | None = None
+    detail: str = ""
     rows_cut: int = 0
     rows_lost: int = 0
     answers_cut: int = 0
@@ -50,10 +51,20 @@ class EncoderSpec:
     tokenizer: Any
     template: ChatTemplate
     max_length: int
+    last_turn_only: bool = False
 
 
-def encode(found: Conversation | TokenRow, encoder: Encoder, vocabulary: int, max_length: int) -> Outcome:
-    """Return the rows of one conversation, cut to `max_length`, or why there are none."""
+def encode(
+    found: Conversation | TokenRow,
+    encoder: Encoder,
+    vocabulary: int,
+    max_length: int,
+    last_turn_only: bool = False,
+) -> Outcome:
+    """Return the rows of one conversation, cut to `max_length`, or why there are none.
+
+    With `last_turn_only` one row, of which the last answer alone is supervised.
+    """
     label = found.conversation_id if isinstance(found, TokenRow) else found.id
     repairs = list(found.repairs)
     try:
@@ -67,8 +78,12 @@ def encode(found: Conversation | TokenRow, encoder: Encoder, vocabulary: int, ma
                 repairs.append("answer ids of another tokenizer: text tokenised again")
             if len(whole) > 1:
                 repairs.append("earlier answers read otherwise in later prompts: one row per answer")
+            if found.tools and not encoder.shows_tools(found):
+                repairs.append("tools that the chat template does not show")
     except Skip as reason:
-        return Outcome(label, found.source, [], skipped=str(reason))
+        return Outcome(label, found.source, [], skipped=reason.kind, detail=reason.detail)
+    if last_turn_only:
+        whole = [EncodedRow(whole[-1].input_ids, whole[-1].spans[-1:])]
     rows, rows_cut, gone, shortened, tokens = [], 0, 0, 0, 0
     for row in whole:
         kept, lost = cut(row, max_length)
@@ -82,7 +97,15 @@ def encode(found: Conversation | TokenRow, encoder: Encoder, vocabulary: int, ma
         return Outcome(label, found.source, [], skipped=TOO_LONG)
     rows_lost = len(whole) - len(rows)
     return Outcome(
-        label, found.source, rows, tuple(repairs), None, rows_cut, rows_lost, gone, shortened, tokens
+        label,
+        found.source,
+        rows,
+        tuple(repairs),
+        rows_cut=rows_cut,
+        rows_lost=rows_lost,
+        answers_cut=gone,
+        answers_shortened=shortened,
+        tokens_cut=tokens,
     )
 
 
@@ -104,7 +127,7 @@ def _in_processes(
     source: Iterator[Conversation | TokenRow], spec: EncoderSpec, processes: int
 ) -> Iterator[Outcome]:
     context = multiprocessing.get_context("fork" if sys.platform == "linux" else "spawn")
-    parts = (spec.tokenizer, spec.template.parts, spec.max_length, os.getpid())
+    parts = (spec.tokenizer, spec.template.parts, spec.max_length, spec.last_turn_only, os.getpid())
     pool = ProcessPoolExecutor(processes, context, _start_worker, parts)
     waiting: deque[Future[list[Outcome]]] = deque()
     try:
@@ -122,23 +145,24 @@ def _in_processes(
         pool.shutdown(wait=True, cancel_futures=True)
 
 
-_encoder: tuple[Encoder, int, int] | None = None  # of this process, set once before its first batch
+_encoder: tuple[Encoder, int, int, bool] | None = None  # of this process, set once before its first batch
 
 
 def _start_encoder(spec: EncoderSpec) -> None:
     global _encoder
-    _encoder = (Encoder(spec.tokenizer, spec.template), len(spec.tokenizer), spec.max_length)
+    encoder = Encoder(spec.tokenizer, spec.template)
+    _encoder = (encoder, len(spec.tokenizer), spec.max_length, spec.last_turn_only)
 
 
 def _start_worker(
-    tokenizer: Any, template: tuple[str, str, dict[str, str]], max_length: int, parent: int
+    tokenizer: Any, template: tuple[Any, ...], max_length: int, last_turn_only: bool, parent: int
 ) -> None:
     """Leave Ctrl-C to the parent, die with it, and keep to one thread."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     threading.Thread(target=_die_with, args=(parent,), daemon=True).start()
-    _start_encoder(EncoderSpec(tokenizer, ChatTemplate(*template), max_length))
+    _start_encoder(EncoderSpec(tokenizer, ChatTemplate(*template), max_length, last_turn_only))
 
 
 def _die_with(parent: int) -> None:

@@ -66,15 +66,23 @@ def print_coloured(segments: list[dict[str, Any]]) -> None:
     Console(highlight=False).print(shown, soft_wrap=True)
 
 
+def shown(info: dict[str, Any]) -> dict[str, Any]:
+    """Return ``rows.json`` without what is too long for a screen."""
+    return {name: value for name, value in info.items() if name != "supervised_frequencies"}
+
+
 def count_lines(info: dict[str, Any]) -> list[str]:
     """Return the counts of a rows folder by reason, one short line each."""
     counts = info["counts"]
+    examples = info.get("skipped_examples", {})
     lines = [
         f"{info['rows']:,} rows, {info['tokens']:,} tokens, {info['supervised_tokens']:,} supervised",
         f"conversations: {counts['read']:,} read, {counts['kept']:,} kept, "
         f"{sum(counts['skipped'].values()):,} skipped; damaged records: {counts['bad']:,}",
     ]
-    lines += [f"  skipped {count:>8,}  {reason}" for reason, count in counts["skipped"].items()]
+    for reason, count in counts["skipped"].items():
+        named = f" (first {examples[reason][0]})" if examples.get(reason) else ""
+        lines.append(f"  skipped {count:>8,}  {reason}{named}")
     lines += [f"  repaired{count:>8,}  {reason}" for reason, count in counts["repaired"].items()]
     lines += [
         f"  cut     {count:>8,}  {name.replace('_', ' ')}"
@@ -82,7 +90,15 @@ def count_lines(info: dict[str, Any]) -> list[str]:
         if count
     ]
     if counts["copies"]:
-        lines.append(f"  note    {counts['copies']:>8,}  rows equal an earlier one (kept)")
+        what = "dropped" if info.get("drop_duplicates") else "kept"
+        lines.append(f"  note    {counts['copies']:>8,}  rows equal an earlier one ({what})")
+    if counts.get("left_out") or counts.get("repeated"):
+        lines.append(
+            f"  note    {counts['left_out']:>8,}  records left out and {counts['repeated']:,} taken again, "
+            "by their source's weight"
+        )
+    if info.get("last_turn_only"):
+        lines.append("  note: only the last answer of each conversation is supervised")
     if info["end_of_turn"] is None and info["chat_template"] != "none":
         lines.append(
             "  note: the template closes answers with no token of its own; no end of turn is supervised"

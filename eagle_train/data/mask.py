@@ -15,6 +15,7 @@ prompt; a template that rewrites history breaks that, and each answer then gets 
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -22,11 +23,12 @@ from functools import lru_cache
 from itertools import pairwise
 from typing import Any
 
-from eagle_train.data.conversations import Conversation, Skip, Turn
+from eagle_train.data.records import Conversation, Message, Skip, Turn
 from eagle_train.data.templates import ChatTemplate, TemplateRefused
 from eagle_train.provenance import tokenizer_fingerprint
 
 _MARKER = "markerofanswer"
+_NOT_SHOWN = "the chat template does not show the answer as given"
 
 
 @dataclass(frozen=True)
@@ -144,7 +146,9 @@ class Encoder:
 
     # -- text -----------------------------------------------------------------------------------
 
-    def turn_text(self, turns: Sequence[Turn], place: int, own_ids: bool) -> TurnText:
+    def turn_text(
+        self, turns: Sequence[Turn], place: int, own_ids: bool, tools: Sequence[Message] = ()
+    ) -> TurnText:
         """Return the pieces of the answer `turns[place]`; `own_ids` allows the ids it came with.
 
         Raises Skip where the template refuses these turns or does not show the answer.
@@ -152,34 +156,34 @@ class Encoder:
         messages = [turn.message() for turn in turns[: place + 1]]
         turn = turns[place]
         try:
-            prompt = self.template.render(messages[:-1], generation_prompt=True)
-            whole = self.template.render(messages)
-            marked = self.template.render([*messages[:-1], {"role": turn.role, "content": _MARKER}])
+            prompt = self.template.render(messages[:-1], True, tools)
+            whole = self.template.render(messages, tools=tools)
+            messages[-1] = {"role": turn.role, "content": _MARKER}
+            marked = self.template.render(messages, tools=tools)
         except TemplateRefused as error:
-            raise Skip(f"refused by the chat template: {error}") from error
+            raise Skip("refused by the chat template", str(error)) from error
         before, marker, behind = marked.rpartition(_MARKER)
         if not marker or not whole.endswith(behind):
-            raise Skip("the chat template does not show the answer as given")
+            raise Skip(_NOT_SHOWN)
         body_end = len(whole) - len(behind)
         if whole.startswith(prompt) and len(prompt) <= body_end:
             answer = whole[len(prompt) : body_end]
             supplied = before[len(prompt) :] if before.startswith(prompt) else ""
         elif whole.startswith(before) and len(before) <= body_end:
             # The generation prompt writes something (an empty think block) that the finished turn lacks.
-            answer, supplied = whole[len(before) : body_end], ""
-            opening = prompt[_common(prompt, before) :].rstrip()
-            if opening and turn.content.lstrip().startswith(opening):
-                answer = turn.content.lstrip()[len(opening) :]
-                answer = answer[len(prompt) - len(prompt.rstrip()) :] if answer[:1].isspace() else answer
+            said = _said_behind(prompt, before, turn)
+            answer, supplied = whole[len(before) : body_end] if said is None else said, ""
         else:
-            raise Skip("the chat template does not show the answer as given")
+            raise Skip(_NOT_SHOWN)
         ids = turn.answer_ids if own_ids else None
         if supplied.strip() and answer.startswith(supplied) and ids is None:
             # What the template writes before any answer belongs to the prompt; a mere space does not.
             supplied = supplied.rstrip(" ")
             prompt, answer = prompt + supplied, answer[len(supplied) :]
         if not answer.strip() and ids is None:
-            raise Skip("the chat template does not show the answer as given")
+            raise Skip(_NOT_SHOWN)
+        if any(call["function"]["name"] not in answer for call in turn.tool_calls):
+            raise Skip("the chat template does not show a tool call")
         ending = self._ending(behind)
         return TurnText(prompt, answer, ending, behind[len(ending) :], ids, turn.finished)
 
@@ -201,7 +205,10 @@ class Encoder:
     def _dropped(self, turns: Sequence[Turn], prompt: str) -> None:
         """Raise Skip when the prompt lacks the text of a system, user or tool turn."""
         for turn in turns:
-            if turn.role != "assistant" and turn.content.strip() not in prompt:
+            text = turn.content.strip()
+            if turn.role == "assistant" or text in prompt:
+                continue
+            if turn.role != "tool" or json.dumps(text, ensure_ascii=False)[1:-1] not in prompt:
                 raise Skip(f"the chat template drops or changes a {turn.role} turn")
 
     # -- rows -----------------------------------------------------------------------------------
@@ -210,12 +217,17 @@ class Encoder:
         """True when the conversation's answer ids are of this very tokenizer."""
         return conversation.tokenizer_fingerprint == self.fingerprint
 
+    def shows_tools(self, conversation: Conversation) -> bool:
+        """True when the template writes the conversation's tools into a prompt."""
+        plain = [turn.message() for turn in conversation.turns[:1]]
+        return self.template.render(plain, True, conversation.tools) != self.template.render(plain, True)
+
     def texts(self, conversation: Conversation) -> list[TurnText]:
         """Return the pieces of every answer, in order. Raises Skip."""
         own_ids = self.uses_ids_of(conversation)
         turns = conversation.turns
         places = [place for place, turn in enumerate(turns) if turn.role == "assistant"]
-        found = [self.turn_text(turns, place, own_ids) for place in places]
+        found = [self.turn_text(turns, place, own_ids, conversation.tools) for place in places]
         self._dropped(turns[: places[-1]], found[-1].prompt)
         return found
 
@@ -273,6 +285,26 @@ def cut(row: EncodedRow, max_length: int) -> tuple[EncodedRow, list[tuple[int, i
     lost = [span for span in row.spans if span[1] >= max_length]
     length = kept[-1][1] + 1 if kept else 0
     return replace(row, input_ids=row.input_ids[:length], spans=kept), lost
+
+
+def _said_behind(prompt: str, before: str, turn: Turn) -> str | None:
+    """Return what was generated behind a `prompt` that opens something no finished turn shows.
+
+    As a rule that is a think tag: the thought, its closing tag, the answer. None where the turn has no
+    thought of its own.
+    """
+    opening = prompt[_common(prompt, before) :].rstrip()
+    if not opening:
+        return None
+    content = turn.content.lstrip()
+    if content.startswith(opening):
+        said = content[len(opening) :]
+        return said[len(prompt) - len(prompt.rstrip()) :] if said[:1].isspace() else said
+    tag = re.fullmatch(r"<([\w:-]+)>", opening.strip())
+    closing = f"</{tag.group(1)}>" if tag else None
+    if closing and turn.reasoning is not None:
+        return f"{turn.reasoning.strip()}\n{closing}\n\n{content}"
+    return turn.content if closing and closing in turn.content else None
 
 
 def _common(one: str, other: str) -> int:

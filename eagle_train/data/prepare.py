@@ -12,21 +12,22 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from eagle_train.data.conversations import Skip, TokenRow
 from eagle_train.data.encoding import EncoderSpec, Outcome, encode_all
 from eagle_train.data.mask import Encoder
 from eagle_train.data.reading import Tally, read_sources
+from eagle_train.data.records import Skip, Skipped, TokenRow
 from eagle_train.data.rows import FORMAT_VERSION, RowsWritten, read_rows_info, write_dataset
 from eagle_train.data.sources import Source, find_sources
-from eagle_train.data.templates import ChatTemplate, load_template
+from eagle_train.data.templates import Arguments, ChatTemplate, load_template
 from eagle_train.data.tokenizer import load_tokenizer
-from eagle_train.distributed import world_size
+from eagle_train.distributed import num_cores, world_size
 from eagle_train.errors import UserError
 from eagle_train.io import make_folder, os_error, write_json
 from eagle_train.progress import progress
 from eagle_train.provenance import tokenizer_fingerprint, tool_version
 
 _BAD_LISTED = 1000  # damaged records named in rows.json; all are counted
+_UNSTATED = {"template_arguments": {}, "last_turn_only": False, "drop_duplicates": False}
 
 
 def prepare(
@@ -35,7 +36,10 @@ def prepare(
     out: str | Path,
     *,
     chat_template: str | None = None,
+    template_arguments: Arguments | None = None,
     max_length: int = 2048,
+    last_turn_only: bool = False,
+    drop_duplicates: bool = False,
     skip_bad: bool = False,
     num_proc: int | None = None,
     overwrite: bool = False,
@@ -44,10 +48,12 @@ def prepare(
 ) -> dict[str, Any]:
     """Make the rows folder `out` from conversations; return its ``rows.json`` as a dict.
 
-    `sources` are files, folders, globs or hub datasets; `target` a hub id, directory or .gguf file whose
-    tokenizer is used; `chat_template` None for the tokenizer's own, ``vicuna``, ``llama-2`` or a file;
-    `max_length` in tokens, cut on the right. When `out` already holds the rows of the same input,
-    tokenizer, template and length, nothing is done and the dict has ``"reused": True``.
+    `sources` are files, folders, globs or hub datasets, with ``=0.5`` behind them for a weight in a mixture;
+    `target` a hub id, directory or .gguf file whose tokenizer is used; `chat_template` None for the
+    tokenizer's own, ``vicuna``, ``llama-2`` or a file, rendered with `template_arguments`; `max_length` in
+    tokens, cut on the right. `last_turn_only` supervises the last answer of each conversation alone;
+    `drop_duplicates` leaves out rows equal to an earlier one. When `out` already holds the rows of the same
+    input and settings, nothing is done and the dict has ``"reused": True``.
 
     Raises UserError for anything the user must change, and when no row is left.
     """
@@ -58,18 +64,22 @@ def prepare(
     folder = Path(out)
     tokenizer = load_tokenizer(target, trust_remote_code)
     inputs = find_sources(sources)
-    template = _template(tokenizer, chat_template, inputs)
+    _refuse_lost_weights(inputs, drop_duplicates)
+    template = _template(tokenizer, chat_template, template_arguments, inputs)
     key = {
         "inputs": [source.identity for source in inputs],
         "tokenizer_fingerprint": tokenizer_fingerprint(tokenizer),
         "template_fingerprint": template.fingerprint,
+        "template_arguments": template.arguments,
         "max_length": max_length,
+        "last_turn_only": last_turn_only,
+        "drop_duplicates": drop_duplicates,
     }
     _same_tokenizer(inputs, key["tokenizer_fingerprint"], target)
     earlier = _already_there(folder, key, skip_bad, overwrite)
     if earlier is not None:
         return {**earlier, "reused": True}
-    spec = EncoderSpec(tokenizer, template, max_length)
+    spec = EncoderSpec(tokenizer, template, max_length, last_turn_only)
     end_of_turn = _probe(Encoder(tokenizer, template)) if template.name != "none" else None
     import datasets  # noqa: F401  # slow to load: before the progress starts
 
@@ -77,8 +87,8 @@ def prepare(
     with _new_folder(folder) as temporary:
         with progress("prepare", sum(_kilo(source.size) for source in inputs), "kB", show) as bar:
             found = read_sources(inputs, tally, skip_bad, _in_kilos(bar.advance))
-            outcomes = encode_all(found, spec, num_proc or _processors())
-            written = write_dataset(temporary, counts.passing(outcomes))
+            outcomes = encode_all(found, spec, num_proc or num_cores())
+            written = write_dataset(temporary, counts.passing(outcomes), drop_duplicates)
         summary = {
             "format_version": FORMAT_VERSION,
             "target": str(Path(target).resolve()) if Path(target).exists() else target,
@@ -100,13 +110,13 @@ class _Counts:
 
     kept: int = 0
     repaired: Counter[str] = field(default_factory=Counter)
-    skipped: Counter[str] = field(default_factory=Counter)
+    skipped: Skipped = field(default_factory=Skipped)
     truncated: Counter[str] = field(default_factory=Counter)
 
     def passing(self, outcomes: Iterator[Outcome]) -> Iterator[Outcome]:
         for outcome in outcomes:
             if outcome.skipped is not None:
-                self.skipped[outcome.skipped] += 1
+                self.skipped.add(outcome.skipped, outcome.source, outcome.detail)
                 continue
             self.kept += 1
             self.repaired.update(outcome.repairs)
@@ -122,6 +132,7 @@ class _Counts:
 
 def _figures(written: RowsWritten, tally: Tally, counts: _Counts) -> dict[str, Any]:
     frequencies = sorted(written.frequencies.items())
+    skipped = tally.skipped + counts.skipped
     return {
         "rows": written.rows,
         "tokens": written.tokens,
@@ -129,13 +140,17 @@ def _figures(written: RowsWritten, tally: Tally, counts: _Counts) -> dict[str, A
         "rows_digest": written.digest,
         "counts": {
             "read": tally.read,
-            "kept": counts.kept,
+            "kept": counts.kept - written.dropped,
             "repaired": dict(counts.repaired.most_common()),
-            "skipped": dict((counts.skipped + tally.skipped).most_common()),
+            "skipped": skipped.by_count(),
             "truncated": dict(counts.truncated),
             "bad": len(tally.bad),
             "copies": written.copies,
+            "copies_dropped": written.dropped,
+            "left_out": tally.left_out,
+            "repeated": tally.repeated,
         },
+        "skipped_examples": skipped.examples,
         "bad_records": tally.bad[:_BAD_LISTED],
         "supervised_frequencies": {str(token): count for token, count in frequencies},
     }
@@ -148,10 +163,21 @@ def _nothing_left(counts: dict[str, Any]) -> str:
     return f"no row is left of {counts['read']} conversations ({reasons or 'the input is empty'})"
 
 
-def _template(tokenizer: Any, chat_template: str | None, inputs: list[Source]) -> ChatTemplate:
+def _refuse_lost_weights(inputs: list[Source], drop_duplicates: bool) -> None:
+    repeated = next((source for source in inputs if source.weight > 1), None)
+    if drop_duplicates and repeated is not None:
+        raise UserError(
+            f"{repeated.name}: a weight of {repeated.weight:g} repeats records, and --drop-duplicates drops "
+            "them again; give one of the two"
+        )
+
+
+def _template(
+    tokenizer: Any, chat_template: str | None, arguments: Arguments | None, inputs: list[Source]
+) -> ChatTemplate:
     """Load the template; input that came as tokens needs none, and then there may be none."""
     try:
-        return load_template(tokenizer, chat_template)
+        return load_template(tokenizer, chat_template, arguments)
     except UserError:
         first = next(read_sources(inputs, Tally(), skip_bad=True), None)
         if chat_template is not None or not isinstance(first, TokenRow):
@@ -191,8 +217,11 @@ def _already_there(
     if overwrite:
         return None
     info = read_rows_info(folder)
+    there = {**_UNSTATED, **info}
     differing = [
-        _difference(name, info.get(name), wanted) for name, wanted in key.items() if info.get(name) != wanted
+        _difference(name, there.get(name), wanted)
+        for name, wanted in key.items()
+        if there.get(name) != wanted
     ]
     if info["counts"]["bad"] and not skip_bad:
         differing.append("it was made with --skip-bad")
@@ -261,10 +290,6 @@ def _flush(folder: Path) -> None:
             os.fsync(handle)
         finally:
             os.close(handle)
-
-
-def _processors() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _kilo(size: int) -> int:

@@ -17,6 +17,7 @@ from typing import Any
 
 from eagle_train.data.encoding import Outcome
 from eagle_train.data.mask import EncodedRow
+from eagle_train.data.token_rows import mask_of
 from eagle_train.errors import UserError
 from eagle_train.io import read_json
 
@@ -36,11 +37,6 @@ class Rows:
     def __len__(self) -> int:
         return int(self.dataset.num_rows)
 
-    @property
-    def supervised_frequencies(self) -> dict[int, int]:
-        """How often each token id is supervised."""
-        return {int(token): count for token, count in self.info["supervised_frequencies"].items()}
-
 
 def open_rows(folder: str | Path) -> Rows:
     """Open what ``eagle prepare`` made. Raises UserError when it is missing, damaged or of another format."""
@@ -51,12 +47,28 @@ def open_rows(folder: str | Path) -> Rows:
     try:
         dataset = datasets.load_from_disk(str(path))
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UserError(
-            f"{path}: damaged rows ({error}); run eagle prepare again with --overwrite"
-        ) from error
+        raise UserError(f"{path}: damaged rows ({error}); {_AGAIN}") from error
     if dataset.num_rows != info.get("rows"):
         raise UserError(f"{path}: holds {dataset.num_rows} rows, rows.json says {info.get('rows')}; {_AGAIN}")
+    _check_columns(path, dataset)
     return Rows(path, dataset, info)
+
+
+def _check_columns(path: Path, dataset: Any) -> None:
+    """Refuse rows that something else wrote: other columns, or spans that are no pairs."""
+    import pyarrow.compute as compute
+
+    wanted = _features()
+    for name, kind in wanted.items():
+        found = dataset.features.get(name)
+        if found != kind:
+            raise UserError(f"{path}: column {name} is {found}, wanted {kind}; {_AGAIN}")
+    spans = dataset.with_format("arrow").select_columns(["spans"])[:]["spans"]
+    lengths = compute.unique(compute.list_value_length(compute.list_flatten(spans))).to_pylist()
+    if set(lengths) - {2}:
+        raise UserError(
+            f"{path}: column spans holds lists of {lengths} places, wanted [first, last]; {_AGAIN}"
+        )
 
 
 def read_rows_info(path: Path) -> dict[str, Any]:
@@ -73,7 +85,11 @@ def read_rows_info(path: Path) -> dict[str, Any]:
 
 @dataclass
 class RowsWritten:
-    """What was written. `digest` covers every row id in order: equal digests, equal rows."""
+    """What was written. `digest` covers every row id in order: equal digests, equal rows.
+
+    `copies` are rows equal to an earlier one, `dropped` the conversations that were nothing else and for
+    that were left out.
+    """
 
     rows: int = 0
     tokens: int = 0
@@ -81,15 +97,13 @@ class RowsWritten:
     frequencies: Counter[int] = field(default_factory=Counter)
     digest: str = ""
     copies: int = 0
+    dropped: int = 0
 
 
-def write_dataset(folder: Path, outcomes: Iterable[Outcome]) -> RowsWritten:
-    """Write the rows of `outcomes` into the new folder `folder`, streaming; return what they amount to."""
+def _features() -> Any:
     import datasets
-    from datasets.arrow_writer import ArrowWriter
 
-    written, seen, digest = RowsWritten(), Counter[bytes](), hashlib.sha256()
-    features = datasets.Features(
+    return datasets.Features(
         row_id=datasets.Value("string"),
         conversation_id=datasets.Value("string"),
         input_ids=datasets.List(datasets.Value("int32")),
@@ -97,19 +111,31 @@ def write_dataset(folder: Path, outcomes: Iterable[Outcome]) -> RowsWritten:
         spans=datasets.List(datasets.List(datasets.Value("int32"))),
         source=datasets.Value("string"),
     )
+
+
+def write_dataset(folder: Path, outcomes: Iterable[Outcome], drop_duplicates: bool = False) -> RowsWritten:
+    """Write the rows of `outcomes` into the new folder `folder`, streaming; return what they amount to."""
+    from datasets.arrow_writer import ArrowWriter
+
+    written, seen, digest = RowsWritten(), Counter[bytes](), hashlib.sha256()
+    features = _features()
     raw = folder.with_name(folder.name + ".arrow")
     columns: dict[str, list[Any]] = {name: [] for name in features}
     writer = ArrowWriter(features=features, path=str(raw))
     try:
         for outcome in outcomes:
+            rows_before = written.rows
             for row in outcome.rows:
                 row_hash = _row_hash(row)
                 row_id = f"{row_hash.hex()}-{seen[row_hash]}"
                 written.copies += seen[row_hash] > 0
                 seen[row_hash] += 1
+                if drop_duplicates and seen[row_hash] > 1:
+                    continue
                 digest.update(row_id.encode())
                 _append(columns, row_id, outcome, row)
                 _count(written, row)
+            written.dropped += written.rows == rows_before
             if len(columns["row_id"]) >= _PER_WRITE:
                 _flush(writer, columns)
         if columns["row_id"]:
@@ -131,13 +157,10 @@ def _row_hash(row: EncodedRow) -> bytes:
 
 
 def _append(columns: dict[str, list[Any]], row_id: str, outcome: Outcome, row: EncodedRow) -> None:
-    mask = bytearray(len(row.input_ids))
-    for first, last in row.spans:
-        mask[first : last + 1] = b"\x01" * (last + 1 - first)
     columns["row_id"].append(row_id)
     columns["conversation_id"].append(outcome.conversation_id)
     columns["input_ids"].append(row.input_ids)
-    columns["loss_mask"].append(list(mask))
+    columns["loss_mask"].append(list(mask_of(row.spans, len(row.input_ids))))
     columns["spans"].append([list(span) for span in row.spans])
     columns["source"].append(outcome.source)
 

@@ -20,6 +20,7 @@ from eagle_train.io import os_error, read_json, sha256_file
 LINE_FORMS = (".jsonl", ".ndjson", ".jsonl.gz", ".ndjson.gz")
 FILE_FORMS = (*LINE_FORMS, ".json", ".json.gz", ".parquet")
 _WRAPPERS = ("data", "train", "rows", "records", "examples")
+_LARGEST_WEIGHT = 100
 
 
 @dataclass(frozen=True)
@@ -36,7 +37,8 @@ class Entry:
 @dataclass(frozen=True)
 class Source:
     """One input. `identity` tells its content: two runs whose identities agree read the same records.
-    `name` is the file's name alone, so that moving a file changes nothing that is made of it."""
+    `name` is the file's name alone, so that moving a file changes nothing that is made of it. `weight` is
+    how often a record is taken: 0.5 every second one, 2 each twice."""
 
     name: str
     size: int
@@ -44,12 +46,13 @@ class Source:
     _path: Path | None = None
     _dataset: Any = field(default=None, repr=False)
     tokenizer_fingerprint: str | None = None  # of rows that came with their tokens, where it is known
+    weight: float = 1.0
 
     def entries(self) -> Iterator[Entry]:
         """Yield every record in order. Raises UserError when the source cannot be opened."""
         if self._dataset is not None:
             yield from _dataset_entries(self)
-        elif self.name.endswith(".parquet"):
+        elif self.name.lower().endswith(".parquet"):
             yield from _parquet_entries(self)
         else:
             yield from _json_entries(self)
@@ -73,27 +76,44 @@ class Source:
 def find_sources(data: list[str]) -> list[Source]:
     """Return the inputs named by `data`, in order: files, folders and globs sorted by name.
 
-    A name that is neither is taken as a hub dataset ``owner/name[:split]``. Raises UserError for
-    what cannot be found, an unknown file form, or a folder without data files.
+    A name that is neither is taken as a hub dataset ``owner/name[:split]``. Behind any of them ``=0.5``
+    gives its weight in a mixture. Raises UserError for what cannot be found, an unknown file form, a
+    folder without data files, or a weight that is none.
     """
-    sources: list[Source] = []
-    for name in data:
-        if not name.strip():
-            raise UserError("DATA: got an empty name, wanted a file, folder, glob or hub dataset")
-        path = Path(name).expanduser()
-        if path.is_dir():
-            sources += _folder(path)
-        elif path.exists():
-            sources.append(_file(path))
-        elif any(sign in name for sign in "*?["):
-            found = sorted(Path(hit) for hit in glob.glob(str(path), recursive=True))
-            files = [hit for hit in found if hit.is_file() and _form(hit)]
-            if not files:
-                raise UserError(f"{name}: no file of this pattern; wanted {', '.join(FILE_FORMS)}")
-            sources += [_file(hit) for hit in files]
-        else:
-            sources.append(_hub_dataset(name))
-    return sources
+    return [source for name in data for source in _weighted(name)]
+
+
+def _weighted(name: str) -> list[Source]:
+    named, sign, text = name.rpartition("=")
+    if not sign or Path(name).expanduser().exists():
+        return _named(name)
+    try:
+        weight = float(text)
+    except ValueError:
+        return _named(name)
+    if not 0 < weight <= _LARGEST_WEIGHT:
+        raise UserError(f"{name}: weight {text}, wanted more than 0 and at most {_LARGEST_WEIGHT}")
+    weighed = {} if weight == 1 else {"weight": weight}
+    return [
+        replace(source, weight=weight, identity={**source.identity, **weighed}) for source in _named(named)
+    ]
+
+
+def _named(name: str) -> list[Source]:
+    if not name.strip():
+        raise UserError("DATA: got an empty name, wanted a file, folder, glob or hub dataset")
+    path = Path(name).expanduser()
+    if path.is_dir():
+        return _folder(path)
+    if path.exists():
+        return [_file(path)]
+    if any(sign in name for sign in "*?["):
+        found = sorted(Path(hit) for hit in glob.glob(str(path), recursive=True))
+        files = [hit for hit in found if hit.is_file() and _form(hit)]
+        if not files:
+            raise UserError(f"{name}: no file of this pattern; wanted {', '.join(FILE_FORMS)}")
+        return [_file(hit) for hit in files]
+    return [_hub_dataset(name)]
 
 
 def _form(path: Path) -> str | None:
@@ -201,8 +221,9 @@ def _json_entries(source: Source) -> Iterator[Entry]:
     number = 0
     try:
         with open(source.path, "rb") as raw:
+            zipped = source.name.lower().endswith(".gz")
             # A gzip reader is a buffered binary reader in all but its declared type.
-            handle = cast(BufferedReader, gzip.GzipFile(fileobj=raw)) if source.name.endswith(".gz") else raw
+            handle = cast(BufferedReader, gzip.GzipFile(fileobj=raw)) if zipped else raw
             by_line = source.name.lower().endswith(LINE_FORMS) and not _opens_an_array(handle)
             handle.seek(0)
             for line, value in read_lines(handle) if by_line else read_values(handle):

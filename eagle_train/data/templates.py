@@ -7,9 +7,12 @@ templates that write today's date get a fixed one, so that the same input gives 
 from __future__ import annotations
 
 import datetime
+import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from eagle_train.data.records import Message
 from eagle_train.errors import UserError, nearest
 from eagle_train.provenance import text_fingerprint
 
@@ -53,7 +56,10 @@ BUILTIN = {"vicuna": _VICUNA, "llama-2": _LLAMA_2}
 
 _FIXED_DATE = datetime.datetime(2025, 1, 1)
 
-Message = dict[str, str]
+Arguments = Mapping[str, Any]
+"""What the user hands to a template by name, such as ``enable_thinking``."""
+
+_OWN_NAMES = ("messages", "tools", "documents", "add_generation_prompt")
 
 
 class TemplateRefused(Exception):
@@ -61,27 +67,31 @@ class TemplateRefused(Exception):
 
 
 class ChatTemplate:
-    """One compiled template with the special tokens it may write.
+    """One compiled template with the special tokens it may write and the user's `arguments`.
 
     `name` is ``own``, a built-in name, or the file's name; `fingerprint` covers the text alone;
     ``ChatTemplate(*parts)`` makes another of it.
     """
 
-    def __init__(self, text: str, name: str, special_tokens: dict[str, str]) -> None:
+    def __init__(
+        self, text: str, name: str, special_tokens: dict[str, str], arguments: Arguments | None = None
+    ) -> None:
         from jinja2.exceptions import TemplateError
         from transformers.utils.chat_template_utils import _compile_jinja_template
 
-        self.text, self.name = text, name
-        self.parts = (text, name, special_tokens)
+        self.text, self.name, self.arguments = text, name, dict(arguments or {})
+        self.parts = (text, name, special_tokens, self.arguments)
         self.fingerprint = text_fingerprint(text)
-        self._context: dict[str, Any] = {**special_tokens, "tools": None, "documents": None}
-        self._context["strftime_now"] = _FIXED_DATE.strftime
+        self._context: dict[str, Any] = {"documents": None, "strftime_now": _FIXED_DATE.strftime}
+        self._context |= {**special_tokens, **self.arguments}
         try:
             self._compiled = _compile_jinja_template(text)
         except TemplateError as error:
             raise UserError(f"chat template {name}: not valid Jinja ({error}); correct it") from error
 
-    def render(self, messages: list[Message], generation_prompt: bool = False) -> str:
+    def render(
+        self, messages: list[Message], generation_prompt: bool = False, tools: Sequence[Message] = ()
+    ) -> str:
         """Return the text of `messages`, ending in the generation prompt when asked.
 
         Raises TemplateRefused where the template does not take these messages.
@@ -91,22 +101,48 @@ class ChatTemplate:
         fresh = [dict(message) for message in messages]
         try:
             return self._compiled.render(
-                messages=fresh, add_generation_prompt=generation_prompt, **self._context
+                messages=fresh,
+                tools=list(tools) or None,
+                add_generation_prompt=generation_prompt,
+                **self._context,
             )
         except (TemplateError, TypeError, ValueError, LookupError, AttributeError) as error:
             raise TemplateRefused(" ".join(str(error).split())[:120] or type(error).__name__) from error
 
 
-def load_template(tokenizer: Any, chat_template: str | None = None) -> ChatTemplate:
+def parse_arguments(given: Sequence[str]) -> dict[str, Any]:
+    """Return the values of ``NAME=VALUE`` texts; a VALUE that is JSON (true, 3, null) is read as that.
+
+    Raises UserError for a text of another form and for a name that is not the user's to give.
+    """
+    found: dict[str, Any] = {}
+    for text in given:
+        name, sign, value = text.partition("=")
+        if not sign or not name.isidentifier():
+            raise UserError(f"--template-arg {text}: wanted NAME=VALUE, such as enable_thinking=false")
+        if name in _OWN_NAMES:
+            raise UserError(f"--template-arg {text}: {name} is given by eagle itself; leave it out")
+        try:
+            found[name] = json.loads(value)
+        except ValueError:
+            found[name] = value
+    return found
+
+
+def load_template(
+    tokenizer: Any, chat_template: str | None = None, arguments: Arguments | None = None
+) -> ChatTemplate:
     """Return the template to use: the tokenizer's own, or `chat_template` (built-in name or file).
+
+    `arguments` are handed to every rendering by name.
 
     Raises UserError when there is none, with the ways to give one.
     """
     special = {name: str(token) for name, token in tokenizer.special_tokens_map.items()}
     if chat_template is None:
-        return ChatTemplate(_own_text(tokenizer), "own", special)
+        return ChatTemplate(_own_text(tokenizer), "own", special, arguments)
     if chat_template in BUILTIN:
-        return ChatTemplate(BUILTIN[chat_template], chat_template, special)
+        return ChatTemplate(BUILTIN[chat_template], chat_template, special, arguments)
     path = Path(chat_template)
     try:
         text = path.read_text(encoding="utf-8-sig")
@@ -117,7 +153,7 @@ def load_template(tokenizer: Any, chat_template: str | None = None) -> ChatTempl
         ) from error
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"--chat-template {chat_template}: cannot be read ({error})") from error
-    return ChatTemplate(text, path.name, special)
+    return ChatTemplate(text, path.name, special, arguments)
 
 
 def _own_text(tokenizer: Any) -> str:

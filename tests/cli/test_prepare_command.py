@@ -70,7 +70,11 @@ def test_json_is_json_alone(
         },
         "bad": 0,
         "copies": 0,
+        "copies_dropped": 0,
+        "left_out": 0,
+        "repeated": 0,
     }
+    assert json.loads(out)["skipped_examples"] == {"empty conversation": ["chats.json#2"]}
     code, out, _ = eagle(capsys, "inspect", tmp_path / "rows", "--json")
     described = json.loads(out)
     marked = [part["text"] for part in described["row"]["segments"] if part["supervised"]]

@@ -6,7 +6,9 @@ from typing import Any
 
 import pytest
 
-from eagle_train.data.conversations import BadRecord, Conversation, Skip, TokenRow, read_record, spans_of
+from eagle_train.data.conversations import read_prompts, read_record
+from eagle_train.data.records import BadRecord, Conversation, Skip, Skipped, TokenRow
+from eagle_train.data.token_rows import spans_of
 
 Q, A = {"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello"}
 
@@ -70,7 +72,7 @@ def test_forms_of_a_record(record: Any) -> None:
         ({"system": "Be kind.", "messages": [{"role": "system", "content": " "}]}, "system turn only"),
         ({"messages": [Q]}, "no answer"),
         ({"messages": [A]}, "no prompt before the answer"),
-        ({"messages": [Q, {"role": "function_call", "content": "{}"}, A]}, "unknown role 'function_call'"),
+        ({"messages": [Q, {"role": "function_call", "content": "{}"}, A]}, "unknown role: 'function_call'"),
         ({"messages": [{"role": "user", "content": 3}, A]}, "the text of a turn is not a string"),
         ({"messages": [{"role": "user", "content": {"a": 1}}, A]}, "the text of a turn is not a string"),
         (
@@ -133,6 +135,12 @@ def test_damaged_text_is_no_reason_to_skip_but_a_bad_record() -> None:
             read_record(damaged, "file#1")
     with pytest.raises(BadRecord):
         read_record({"system": "\udfff", "messages": [Q, A]}, "file#1")
+    with pytest.raises(BadRecord, match="character 1 of a role"):
+        read({"messages": [{"role": "u\ud800", "content": "Hi"}, A]})
+    with pytest.raises(BadRecord, match="of a tool call"):
+        read({"messages": [Q, A | {"tool_calls": [{"name": "f", "arguments": {"a": "\ud800"}}]}]})
+    with pytest.raises(BadRecord, match="of conversation_id"):
+        read_record({"input_ids": [5, 6], "loss_mask": [0, 1], "conversation_id": "\ud800"}, "file#1")
 
 
 def test_fields_nobody_uses_may_be_anything() -> None:
@@ -189,10 +197,19 @@ def test_token_rows_are_taken_as_they_are() -> None:
         ({"loss_mask": [0, 2, 0]}, "one per token"),
         ({}, "one per token"),
         ({"loss_mask": [0, 1, 1], "spans": [[1, 1]]}, "disagree"),
-        ({"loss_mask": [0, 1, 1], "spans": [[2, 1]]}, "not pairs"),
+        ({"loss_mask": [0, 1, 1], "spans": [[2, 1]]}, "not in order"),
+        ({"loss_mask": [0, 1, 1], "spans": [[1, 2], [1, 2]]}, "not in order"),
+        ({"loss_mask": [0, 1, 1], "spans": [[2, 2], [1, 1]]}, "not in order"),
+        ({"loss_mask": [0, 1, 1], "spans": [[1, 10**12]]}, "outside the row"),
+        ({"loss_mask": [0, 1, 1], "spans": [[-2, 2]]}, "not in order"),
+        *(
+            ({"loss_mask": [0, 1, 1], "spans": spans}, "not pairs")
+            for spans in (7, "1,2", {"a": 1}, [7], [None], [[1]], [[1, 2, 2]], [["1", "2"]], [[True, 2]])
+        ),
         ({"input_ids": [], "loss_mask": []}, "input_ids is not"),
         ({"input_ids": [1, "a", 2], "loss_mask": [0, 1, 1]}, "input_ids is not"),
         ({"input_ids": [1, -2, 2], "loss_mask": [0, 1, 1]}, "input_ids is not"),
+        ({"input_ids": [1, 2**31, 2], "loss_mask": [0, 1, 1]}, "input_ids is not"),
     ],
 )
 def test_token_rows_that_train_on_nothing_or_everything_are_refused(fields: Any, reason: str) -> None:
@@ -203,3 +220,99 @@ def test_token_rows_that_train_on_nothing_or_everything_are_refused(fields: Any,
 def test_spans_of() -> None:
     assert spans_of([]) == []
     assert spans_of([0, 1, 1, 0, 1]) == [(1, 2), (4, 4)]
+
+
+CALL = {"type": "function", "function": {"name": "weather", "arguments": {"city": "Paris"}}}
+
+
+@pytest.mark.parametrize(
+    "written",
+    [
+        [CALL],
+        [{"name": "weather", "arguments": {"city": "Paris"}}],
+        [{"function": {"name": "weather", "arguments": '{"city": "Paris"}'}}],
+        '[{"name": "weather", "arguments": "{\\"city\\": \\"Paris\\"}"}]',
+    ],
+)
+def test_tool_calls_have_one_form_and_are_no_empty_turn(written: Any) -> None:
+    calling = {"role": "assistant", "content": None, "tool_calls": written}
+    result = {"role": "tool", "name": "weather", "content": "rain"}
+    found = read({"messages": [Q, calling, result, A], "tools": '[{"name": "weather"}]'})
+    assert found.repairs == ()
+    assert found.messages()[1:3] == [{"role": "assistant", "content": "", "tool_calls": [CALL]}, result]
+    assert found.tools == ({"name": "weather"},)
+    plain = read({"messages": [Q, A]})
+    assert len({found.id, plain.id, read({"messages": [Q, A], "tools": [{"name": "f"}]}).id}) == 3
+    for nothing in ([], None, "[]"):
+        assert read({"messages": [Q, A], "tools": nothing}).id == plain.id
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ({"tools": 3}, "tools is not a list of functions"),
+        ({"tools": "[3"}, "tools is not a list of functions"),
+        ({"tools": ["f"]}, "tools is not a list of functions"),
+        ({"messages": [Q, A | {"tool_calls": 3}]}, "tool_calls is not"),
+        ({"messages": [Q, A | {"tool_calls": ["f"]}]}, "tool_calls is not"),
+        ({"messages": [Q, A | {"tool_calls": [{"function": "f"}]}]}, "tool_calls is not"),
+        ({"messages": [Q, A | {"tool_calls": [{"name": "f", "arguments": "{"}]}]}, "tool_calls is not"),
+    ],
+)
+def test_tools_that_are_none_skip_the_record(fields: Any, reason: str) -> None:
+    with pytest.raises(Skip, match=reason):
+        read_record({"messages": [Q, A], **fields}, "file#1")
+
+
+TOOL = {"role": "tool", "content": "42"}
+NOTHING = {"from": "gpt", "value": ""}
+
+
+@pytest.mark.parametrize(
+    ("record", "asked", "repairs"),
+    [
+        ({"messages": [Q, A, Q]}, ["Hi", "Hi"], ()),
+        ({"messages": [Q]}, ["Hi"], ()),
+        ({"messages": [Q, NOTHING, Q, NOTHING]}, ["Hi", "Hi"], ()),
+        ({"turns": ["Hi", "And you?"]}, ["Hi", "And you?"], ()),
+        ({"messages": [Q, Q, A]}, ["Hi\n\nHi"], ("user turns in a row joined",)),
+        ({"messages": [A, Q]}, ["Hi"], ("answer before the first prompt dropped",)),
+        ({"messages": [Q, A, TOOL, A, Q]}, ["Hi"], ("cut before a tool turn",)),
+        ({"messages": [Q, A, {"from": "human", "value": " "}, A]}, ["Hi"], ("cut before an empty turn",)),
+    ],
+)
+def test_prompts_alone(record: Any, asked: list[str], repairs: tuple[str, ...]) -> None:
+    found = read_prompts({"system": "Be kind.", "id": 7, **record}, "file#1")
+    assert shape(found) == [("system", "Be kind."), *(("user", text) for text in asked)]
+    assert (found.repairs, found.record_id, found.source) == (repairs, 7, "file#1:7")
+
+
+@pytest.mark.parametrize(
+    ("record", "reason"),
+    [
+        ({"messages": []}, "empty conversation"),
+        ({"messages": [A]}, "no prompt"),
+        ({"system": "Be kind.", "messages": [{"role": "system", "content": "x"}]}, "system turn only"),
+        ({"messages": [{"from": "human", "value": ""}, A]}, "an empty turn before the first answer"),
+        ({"input_ids": [5, 6], "loss_mask": [0, 1]}, "tokens instead of a conversation"),
+        ({"turns": [3]}, "no conversation in the record"),
+    ],
+)
+def test_records_without_a_prompt(record: Any, reason: str) -> None:
+    with pytest.raises(Skip, match=reason):
+        read_prompts(record, "file#1")
+
+
+def test_reasons_are_few_and_keep_a_few_examples() -> None:
+    skipped = Skipped()
+    for number in range(1000):
+        with pytest.raises(Skip) as caught:
+            read({"messages": [{"role": f"alien {number} " + "x" * 500, "content": "Hi"}, A]})
+        skipped.add(caught.value.kind, f"file#{number}", caught.value.detail)
+    assert skipped.by_count() == {"unknown role": 1000}
+    (named,) = skipped.examples.values()
+    assert [text.split(":")[0] for text in named] == ["file#0", "file#1", "file#2"]
+    assert max(map(len, named)) <= 120
+    both = skipped + skipped
+    assert both.by_count() == {"unknown role": 2000}
+    assert both.examples == skipped.examples

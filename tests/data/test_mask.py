@@ -8,8 +8,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from eagle_train.data.conversations import Conversation, Skip, Turn, read_record
+from eagle_train.data.conversations import read_record
 from eagle_train.data.mask import EncodedRow, Encoder, cut
+from eagle_train.data.records import Conversation, Skip, Turn
 from eagle_train.data.templates import load_template
 
 TWO_TURNS = [

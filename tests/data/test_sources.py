@@ -11,7 +11,8 @@ import pytest
 
 from eagle_train.data import json_stream
 from eagle_train.data.json_stream import Damaged
-from eagle_train.data.reading import Tally, read_conversations, read_sources
+from eagle_train.data.reading import Tally, copies, read_sources
+from eagle_train.data.records import Conversation
 from eagle_train.data.sources import find_sources
 from eagle_train.errors import UserError
 
@@ -21,9 +22,14 @@ def record(number: int, text: str = "Hello", **fields: Any) -> dict[str, Any]:
     return {"id": number, "conversations": turns, **fields}
 
 
-def questions(data: list[Path], skip_bad: bool = False) -> list[str]:
-    found = read_conversations([str(path) for path in data], skip_bad)
-    return [conversation.turns[0].content for conversation in found]
+def read(*names: str) -> list[Conversation]:
+    found = list(read_sources(find_sources(list(names)), Tally()))
+    assert all(isinstance(item, Conversation) for item in found)
+    return found  # type: ignore[return-value]
+
+
+def questions(data: list[Path]) -> list[str]:
+    return [conversation.turns[0].content for conversation in read(*map(str, data))]
 
 
 WANTED = [f"Question {number}" for number in range(5)]
@@ -36,7 +42,7 @@ def lines(records: list[Any] = RECORDS) -> str:
 
 def write(path: Path, content: str | bytes) -> Path:
     raw = content if isinstance(content, bytes) else content.encode("utf-8")
-    path.write_bytes(gzip.compress(raw) if path.name.endswith(".gz") else raw)
+    path.write_bytes(gzip.compress(raw) if path.name.lower().endswith(".gz") else raw)
     return path
 
 
@@ -58,6 +64,9 @@ def write(path: Path, content: str | bytes) -> Path:
         ("a.json", "\n".join(json.dumps(item, indent=2) for item in RECORDS)),
         ("a.json", json.dumps({"data": RECORDS, "version": 2})),
         ("A.JSON", json.dumps(RECORDS)),
+        ("A.JSONL", lines()),
+        ("A.JSONL.GZ", lines()),
+        ("A.Json.Gz", json.dumps(RECORDS)),
     ],
 )
 def test_text_forms(tmp_path: Path, name: str, content: str) -> None:
@@ -75,6 +84,7 @@ def test_parquet_and_a_saved_dataset(tmp_path: Path) -> None:
     dataset.to_parquet(str(tmp_path / "a.parquet"))
     dataset.save_to_disk(str(tmp_path / "saved"))
     assert questions([tmp_path / "a.parquet"]) == WANTED
+    assert questions([(tmp_path / "a.parquet").rename(tmp_path / "B.PARQUET")]) == WANTED
     assert questions([tmp_path / "saved"]) == WANTED
 
 
@@ -127,9 +137,10 @@ def test_a_hub_dataset_is_loaded_by_name_and_split(monkeypatch: pytest.MonkeyPat
     halves = datasets.DatasetDict(train_sft=made.select(range(2)), test=made.select(range(2, 5)))
     asked = []
     monkeypatch.setattr(datasets, "load_dataset", lambda name: asked.append(name) or halves)
-    assert list(read_conversations(["owner/chats:train_sft"]))[1].turns[0].content == "Question 1"
-    assert len(list(read_conversations(["owner/chats:test"]))) == 3
-    assert asked == ["owner/chats", "owner/chats"]
+    assert read("owner/chats:train_sft")[1].turns[0].content == "Question 1"
+    assert len(read("owner/chats:test")) == 3
+    assert len(read("owner/chats:test=2")) == 6
+    assert asked == ["owner/chats"] * 3
     with pytest.raises(
         UserError, match="wanted one of the splits train_sft, test; name it as owner/chats:train_sft"
     ):
@@ -274,3 +285,41 @@ def test_moving_a_file_changes_nothing(tmp_path: Path) -> None:
 def test_an_empty_name_is_not_the_current_folder():
     with pytest.raises(UserError, match="DATA: got an empty name"):
         find_sources([""])
+
+
+@pytest.mark.parametrize("weight", [0.01, 0.25, 0.5, 0.9, 1.0, 1.5, 3.0])
+def test_weights_take_their_share_of_every_stretch_and_of_every_period(weight: float) -> None:
+    taken = [copies(number, weight) for number in range(1, 4001)]
+    assert set(taken) <= {int(weight), int(weight) + 1}
+    for part in (taken, taken[1000:2000], taken[::2], taken[1::2], taken[::10]):
+        assert abs(sum(part) - len(part) * weight) <= 12
+
+
+def test_weights_of_a_mixture(tmp_path: Path) -> None:
+    write(tmp_path / "half.jsonl", lines([record(number) for number in range(100)]))
+    write(tmp_path / "twice.jsonl", lines())
+    write(tmp_path / "a=0.5.jsonl", lines())
+    names = [f"{tmp_path}/half.jsonl=0.5", f"{tmp_path}/twice.jsonl=2", f"{tmp_path}/a=0.5.jsonl"]
+    tally = Tally()
+    found = list(read_sources(find_sources(names), tally))
+    asked = [item.turns[0].content for item in found]  # type: ignore[union-attr]
+    assert 48 <= len(asked) - 15 <= 52
+    assert len(set(asked[:-15])) == len(asked) - 15
+    assert asked[-15:] == [text for text in WANTED for _ in range(2)] + WANTED
+    assert (tally.left_out, tally.repeated) == (100 - (len(asked) - 15), 5)
+    assert [source.identity.get("weight") for source in find_sources(names)] == [0.5, 2.0, None]
+    assert [item.source for item in read(names[0])] == [item.source for item in found[:-15]]
+
+
+@pytest.mark.parametrize("weight", ["0", "-1", "nan", "inf", "101"])
+def test_weights_that_are_none(tmp_path: Path, weight: str) -> None:
+    path = write(tmp_path / "a.jsonl", lines())
+    with pytest.raises(UserError, match=f"a.jsonl={weight}: weight {weight}, wanted more than 0"):
+        find_sources([f"{path}={weight}"])
+
+
+def test_damage_is_named_whatever_the_weight(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", lines([record(number) for number in range(50)]) + "{\n" * 20)
+    tally = Tally()
+    list(read_sources(find_sources([f"{path}=0.01"]), tally, skip_bad=True))
+    assert len(tally.bad) == 20
