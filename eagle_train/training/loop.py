@@ -31,6 +31,7 @@ def train(
     resume: bool = False,
     init_from: str | None = None,
     wandb: str | None = None,
+    deepspeed: str | None = None,
     show: bool = True,
 ) -> dict[str, Any]:
     """Train a head on a folder of shards into the run folder `out`; return a summary.
@@ -40,7 +41,15 @@ def train(
     saving, when interrupted.
     """
     processes = join_processes()
-    session = open_session(processes, Path(shards), recipe, Path(out), resume=resume, init_from=init_from)
+    session = open_session(
+        processes,
+        Path(shards),
+        recipe,
+        Path(out),
+        resume=resume,
+        init_from=init_from,
+        deepspeed=deepspeed,
+    )
     show = show and processes.is_main
     if show:
         print(session.describe(), file=sys.stderr)

@@ -23,6 +23,7 @@ from eagle_train.training.interrupt import Interrupt
 from eagle_train.training.loader import Loader
 from eagle_train.training.optim import lr_factor
 from eagle_train.training.processes import Processes, pick_precision
+from eagle_train.training.zero import ZeroEngine, read_zero_config
 
 if TYPE_CHECKING:
     from eagle_train.shards.frozen_target import FrozenTarget
@@ -36,7 +37,7 @@ class Session:
     recipe: Recipe
     out: Path
     frozen: FrozenTarget
-    engine: Engine
+    engine: Engine | ZeroEngine
     loader: Loader
     plan: Plan
     held_out: list[int]
@@ -173,6 +174,7 @@ def open_session(
     *,
     resume: bool = False,
     init_from: str | None = None,
+    deepspeed: str | None = None,
 ) -> Session:
     """Build a new run, or load the newest checkpoint of the one in `out`. Raises UserError."""
     device = processes.device
@@ -182,7 +184,7 @@ def open_session(
     held = run_folder.lock(out) if processes.is_main else None
     try:
         checkpoint, init_from = run_folder.decide(out, recipe, shards, resume, init_from)
-        session = _build(processes, shards, recipe, out, checkpoint, init_from)
+        session = _build(processes, shards, recipe, out, checkpoint, init_from, deepspeed)
     except BaseException:
         run_folder.release(out, held)
         raise
@@ -198,6 +200,7 @@ def _build(
     out: Path,
     checkpoint: Path | None,
     init_from: str | None,
+    deepspeed: str | None,
 ) -> Session:
     train_rows, held_out, facts = _rows(shards, recipe)
     device, run = processes.device, recipe.run
@@ -212,7 +215,11 @@ def _build(
     head.to(device)
     frozen = frozen.to(device, dtype)
     step = build.head_step(head, frozen, recipe)
-    engine = Engine(processes, step, recipe.optim, dtype)
+    engine: Engine | ZeroEngine
+    if deepspeed is None:
+        engine = Engine(processes, step, recipe.optim, dtype)
+    else:
+        engine = ZeroEngine(processes, step, recipe.optim, dtype, read_zero_config(deepspeed))
     if checkpoint is not None:
         engine.load(checkpoint)
     plan = Plan(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -15,8 +15,7 @@ if TYPE_CHECKING:
     from eagle_train.shards.batches import PackedBatch
 
 
-@dataclass(frozen=True)
-class StepResult:
+class StepResult(NamedTuple):
     """Legend: S test-time steps (one for EAGLE-1)."""
 
     loss: Tensor  # scalar; its gradient is that of sum_i weight_i * loss_sums_i / counts_i
