@@ -26,6 +26,7 @@ from . import (
     inspect,
     plan,
     prepare,
+    regenerate,
     shards,
     train,
 )
@@ -40,6 +41,7 @@ app = typer.Typer(
 )
 for _command in (
     prepare,
+    regenerate,
     inspect,
     plan,
     extract,

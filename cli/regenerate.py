@@ -1,0 +1,149 @@
+"""``eagle regenerate``: parse, then one call."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import typer
+
+from .options import ChatTemplate, Seed, Temperature, TopP, TrustRemoteCode
+
+NAME = "regenerate"
+HELP = "Replace the answers of conversations by the target's own."
+EXAMPLES = """
+**Examples**
+
+    eagle regenerate chats.jsonl --target ./my-model --out answers.jsonl
+
+    eagle regenerate chats.jsonl --target Qwen/Qwen3-8B --server http://localhost:8000 --out answers.jsonl.gz
+
+    eagle regenerate chats/ --target ./my-model --temperature 0.7 --top-p 0.9 --max-tokens 2048 --out a.jsonl
+"""
+
+
+def run(
+    context: typer.Context,
+    data: list[str] = typer.Argument(
+        ..., metavar="DATA...", help="Conversations as for eagle prepare; their answers are not looked at."
+    ),
+    target: str = typer.Option(..., "--target", help="The target: hub id, directory or .gguf file."),
+    out: Path = typer.Option(..., "--out", help="The file to write: .jsonl or .jsonl.gz."),
+    server: str | None = typer.Option(
+        None, "--server", help="URL of an OpenAI-compatible server that runs the target (vLLM, SGLang)."
+    ),
+    served_model: str | None = typer.Option(
+        None,
+        "--served-model",
+        help="The target's name on the server; default its own, or the only one there.",
+    ),
+    api_key_env: str | None = typer.Option(
+        None, "--api-key-env", help="The environment variable that holds the server's key."
+    ),
+    in_flight: int = typer.Option(256, "--in-flight", help="Conversations asked for at the same time."),
+    tries: int = typer.Option(6, "--tries", help="Tries of one request, with longer and longer pauses."),
+    timeout: float = typer.Option(600.0, "--timeout", help="Seconds that one request may take."),
+    temperature: Temperature = 0.0,
+    top_p: TopP = 1.0,
+    max_tokens: int = typer.Option(1024, "--max-tokens", help="Tokens of one answer, thoughts included."),
+    seed: Seed = 0,
+    thinking: str = typer.Option(
+        "keep", "--thinking", help="keep or strip what a reasoning model thinks before it answers."
+    ),
+    chat_template: ChatTemplate = None,
+    template_arg: list[str] = typer.Option(
+        [],
+        "--template-arg",
+        help="NAME=VALUE for the chat template, such as enable_thinking=false; repeatable.",
+    ),
+    batch: int | None = typer.Option(
+        None, "--batch", min=1, help="Texts continued at once in process; default 32, on a GPU 128."
+    ),
+    dtype: str = typer.Option("auto", "--dtype", help="fp32, bf16, fp16, or auto: the checkpoint's own."),
+    device: str | None = typer.Option(
+        None, "--device", help="cpu or cuda; default a GPU where there is one."
+    ),
+    device_map: str | None = typer.Option(
+        None, "--device-map", help="Spread one model over all devices, for example auto; one process."
+    ),
+    processes: int | None = typer.Option(
+        None, "--processes", min=1, help="Workers on this machine; default one a GPU, on a CPU one."
+    ),
+    max_failures: int = typer.Option(
+        100, "--max-failures", min=0, help="Answers of a worker that may fail before it stops."
+    ),
+    skip_bad: bool = typer.Option(
+        False, "--skip-bad", help="Keep the good records of damaged files; the bad are named."
+    ),
+    trust_remote_code: TrustRemoteCode = False,
+    as_json: bool = typer.Option(False, "--json", help="Print the report as JSON."),
+    worker: bool = typer.Option(False, "--worker", hidden=True, help="Started by this command itself."),
+) -> None:
+    from eagle_train import distributed
+    from eagle_train.data.templates import parse_arguments
+    from eagle_train.errors import UserError, nearest
+    from eagle_train.regenerate.answers import AnswerSettings
+    from eagle_train.regenerate.regenerate import regenerate
+    from eagle_train.regenerate.server import Server
+    from eagle_train.regenerate.workers import default_processes, start_workers
+
+    if thinking not in ("keep", "strip"):
+        raise UserError(f"--thinking {thinking}: wanted keep or strip{nearest(thinking, ('keep', 'strip'))}")
+    settings = AnswerSettings(temperature, top_p, max_tokens, seed, thinking == "keep")
+    arguments = parse_arguments(template_arg)
+    asked = None
+    if server is not None:
+        asked = Server(server, served_model, in_flight, tries, timeout, api_key_env)
+    elif not distributed.launched():
+        count = processes or default_processes(device, device_map)
+        if count > 1:
+            typed = _typed(context, data)
+            _report(start_workers(count, typed, out), out, target, as_json)
+            return
+    report = regenerate(
+        data,
+        target,
+        out,
+        settings=settings,
+        server=asked,
+        chat_template=chat_template,
+        template_arguments=arguments,
+        num_slots=batch,
+        dtype=dtype,
+        device=device,
+        device_map=device_map,
+        max_failures=max_failures,
+        skip_bad=skip_bad,
+        trust_remote_code=trust_remote_code,
+    )
+    if not worker and report.get("complete"):
+        _report(report, out, target, as_json)
+
+
+def _typed(context: typer.Context, data: list[str]) -> list[str]:
+    """Return the command line of one worker: what was typed, but for the number of workers."""
+    typed = [NAME, *data, "--worker"]
+    for parameter in context.command.params:
+        value = context.params.get(parameter.name or "")
+        if parameter.name in ("data", "processes", "worker", "as_json") or value == parameter.default:
+            continue
+        option = parameter.opts[0]
+        for item in value if isinstance(value, (list, tuple)) else [value]:
+            typed += [option] if item is True else [option, str(item)]
+    return typed
+
+
+def _report(report: dict[str, Any], out: Path, target: str, as_json: bool) -> None:
+    import shlex
+
+    from eagle_train.regenerate.output import lines_of
+
+    if as_json:
+        print(json.dumps(report, indent=2, ensure_ascii=False))
+        return
+    if report["reused"]:
+        print(f"{out}: these answers are already there; nothing to do")
+    for line in lines_of(report):
+        print(line)
+    print(f"next: eagle prepare {shlex.quote(str(out))} --target {shlex.quote(target)} --out rows/")

@@ -1,0 +1,280 @@
+"""Answers made by an OpenAI-compatible server (vLLM, SGLang), many conversations at once."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+
+from eagle_train.data.templates import Arguments
+from eagle_train.data.tokenizer import load_tokenizer
+from eagle_train.errors import UserError, nearest
+from eagle_train.progress import Progress
+from eagle_train.provenance import tokenizer_fingerprint
+from eagle_train.regenerate.answers import Answer, AnswerSettings, Asked, without_thinking
+from eagle_train.regenerate.failures import Failures
+from eagle_train.regenerate.work import Work
+
+_FINISHED = {"stop": True, "tool_calls": True, "function_call": True, "length": False}
+_LATER = (408, 409, 425, 429, 500, 502, 503, 504)
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.5, 30.0  # seconds
+_IDS = "return_token_ids"  # vLLM's field; other servers know no such thing
+
+
+@dataclass(frozen=True)
+class Server:
+    """Where to ask. `model` is the name it serves the target by, None for the target's own or its only one.
+
+    `tries` of one request, each of at most `timeout` seconds; `api_key_env` names the environment variable
+    that holds its key.
+    """
+
+    url: str
+    model: str | None = None
+    in_flight: int = 256
+    tries: int = 6
+    timeout: float = 600.0
+    api_key_env: str | None = None
+
+    def __post_init__(self) -> None:
+        if not self.url.startswith(("http://", "https://")):
+            raise UserError(f"--server {self.url}: wanted a URL such as http://localhost:8000")
+        if self.in_flight < 1:
+            raise UserError(f"--in-flight {self.in_flight}: wanted 1 or more")
+        if self.tries < 1:
+            raise UserError(f"--tries {self.tries}: wanted 1 or more")
+        if not self.timeout > 0:
+            raise UserError(f"--timeout {self.timeout}: wanted more than 0 seconds")
+
+    @property
+    def base(self) -> str:
+        """The address that paths such as ``/chat/completions`` are put behind."""
+        plain = self.url.rstrip("/")
+        return plain if plain.endswith("/v1") else plain + "/v1"
+
+    def headers(self) -> dict[str, str]:
+        """Return the headers of every request. Raises UserError where the key is not there."""
+        if self.api_key_env is None:
+            return {}
+        key = os.environ.get(self.api_key_env)
+        if not key:
+            raise UserError(f"--api-key-env {self.api_key_env}: no such environment variable, or it is empty")
+        return {"Authorization": f"Bearer {key}"}
+
+
+class Refused(Exception):
+    """A request that came to nothing, whatever was tried; the text says why."""
+
+
+class ServerAnswers:
+    """A server and how it is asked. `generated_by` is what the output says of both."""
+
+    def __init__(
+        self,
+        server: Server,
+        target: str,
+        settings: AnswerSettings,
+        template_arguments: Arguments | None,
+        trust_remote_code: bool = False,
+    ) -> None:
+        self.server, self.settings = server, settings
+        self.template_arguments = dict(template_arguments or {})
+        self.model = _served_model(server, target)
+        self._tokenizer = _tokenizer(target, trust_remote_code)
+        self._asks_ids = self._tokenizer is not None and settings.keep_thinking
+        self._ends = _special_ids(self._tokenizer)
+        fingerprint = None if self._tokenizer is None else tokenizer_fingerprint(self._tokenizer)
+        self.generated_by: dict[str, Any] = {
+            "model": self.model,
+            "server": "openai-compatible",
+            "tokenizer_fingerprint": fingerprint,
+            "template_arguments": self.template_arguments,
+            **settings.record(),
+        }
+
+    def run(self, asked: list[Asked], work: Work, failures: Failures, bar: Progress) -> None:
+        """Make every answer that `work` lacks, `in_flight` conversations at a time."""
+        asyncio.run(self._run(asked, work, failures, bar))
+
+    async def _run(self, asked: list[Asked], work: Work, failures: Failures, bar: Progress) -> None:
+        queue = iter(asked)
+        limits = httpx.Limits(max_connections=self.server.in_flight)
+        timeout = httpx.Timeout(self.server.timeout, connect=min(10.0, self.server.timeout), pool=None)
+        async with httpx.AsyncClient(limits=limits, timeout=timeout, headers=self.server.headers()) as client:
+            workers = [
+                asyncio.create_task(self._worker(client, queue, work, failures, bar))
+                for _ in range(min(self.server.in_flight, len(asked)))
+            ]
+            try:
+                await asyncio.gather(*workers)
+            finally:
+                for worker in workers:
+                    worker.cancel()
+                await asyncio.gather(*workers, return_exceptions=True)
+
+    async def _worker(
+        self,
+        client: httpx.AsyncClient,
+        queue: Iterator[Asked],
+        work: Work,
+        failures: Failures,
+        bar: Progress,
+    ) -> None:
+        """Take conversations one after the other, and answer each turn by turn."""
+        for conversation in queue:
+            answers = work.answers(conversation)
+            while work.wanted(conversation, answers):
+                turn = len(answers)
+                messages = conversation.messages(turn, [answer.message() for answer in answers])
+                try:
+                    answer = await self._ask(client, self._body(conversation, turn, messages))
+                except Refused as reason:
+                    failures.add(conversation, turn, str(reason))
+                    break
+                work.put((conversation.row_id, turn), answer)
+                answers.append(answer)
+                bar.advance(1)
+
+    def _body(self, asked: Asked, turn: int, messages: list[dict[str, Any]]) -> dict[str, Any]:
+        settings = self.settings
+        body: dict[str, Any] = {
+            "model": self.model,
+            "messages": messages,
+            "max_tokens": settings.max_new_tokens,
+            "temperature": settings.temperature,
+        }
+        if settings.temperature:
+            body |= {"top_p": settings.top_p, "seed": settings.seed_of(asked.row_id, turn)}
+        if asked.conversation.tools:
+            body["tools"] = list(asked.conversation.tools)
+        if self.template_arguments:
+            body["chat_template_kwargs"] = self.template_arguments
+        return body
+
+    async def _ask(self, client: httpx.AsyncClient, body: dict[str, Any]) -> Answer:
+        """Return one answer, trying again with longer and longer pauses while the fault may pass."""
+        pause = _FIRST_PAUSE
+        for attempt in range(1, self.server.tries + 1):
+            wait = pause * random.uniform(0.5, 1.0)
+            try:
+                response = await self._post(client, body)
+                if response.status_code == 200:
+                    return self._answer(response)
+                fault = f"status {response.status_code}: {_short(response.text)}"
+                if response.status_code not in _LATER:
+                    raise Refused(fault)
+                wait = max(wait, _retry_after(response))
+            except (httpx.TransportError, ValueError) as error:
+                fault = f"{type(error).__name__}: {_short(str(error))}".rstrip(": ")
+            if attempt < self.server.tries:
+                await asyncio.sleep(wait)
+                pause = min(2 * pause, _LONGEST_PAUSE)
+        raise Refused(f"{fault} (after {self.server.tries} tries)")
+
+    async def _post(self, client: httpx.AsyncClient, body: dict[str, Any]) -> httpx.Response:
+        """Send one request, asking for token ids as long as the server does not mind."""
+        address = self.server.base + "/chat/completions"
+        if self._asks_ids:
+            response = await client.post(address, json={**body, _IDS: True})
+            if response.status_code not in (400, 422) or _IDS not in response.text:
+                return response
+            self._asks_ids = False
+        return await client.post(address, json=body)
+
+    def _answer(self, response: httpx.Response) -> Answer:
+        """Read an answer. Raises ValueError where there is none, Refused where there never will be."""
+        try:
+            choice = response.json()["choices"][0]
+            message, reason = choice["message"], choice["finish_reason"]
+            content = message.get("content") or ""
+            reasoning = message.get("reasoning_content") or message.get("reasoning")
+            calls = message.get("tool_calls") or None
+        except (KeyError, IndexError, TypeError, AttributeError) as error:
+            raise ValueError(f"no answer in the response ({error!r})") from error
+        if reason == "content_filter":
+            raise Refused("withheld by the server's content filter")
+        if reason not in _FINISHED:
+            raise ValueError(f"finish_reason {reason!r}")
+        finished = _FINISHED[reason]
+        ids = self._checked(choice.get("token_ids"), finished)
+        answer = Answer(_text(content), finished, ids, _text(reasoning) if reasoning else None, calls)
+        return answer if self.settings.keep_thinking else without_thinking(answer)
+
+    def _checked(self, ids: Any, finished: bool) -> list[int] | None:
+        """Return the ids a server sent where they end as the record wants them, else None."""
+        if self._tokenizer is None or not isinstance(ids, list) or not ids:
+            return None
+        if not all(type(token) is int and 0 <= token < len(self._tokenizer) for token in ids):
+            return None
+        return ids if (ids[-1] in self._ends) == finished else None
+
+
+def _special_ids(tokenizer: Any) -> set[int]:
+    if tokenizer is None:
+        return set()
+    return {number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
+
+
+def _text(text: Any) -> str:
+    if not isinstance(text, str):
+        raise ValueError(f"the answer is a {type(text).__name__}, wanted text")
+    return text.encode("utf-8", "replace").decode("utf-8")
+
+
+def _short(text: str) -> str:
+    return " ".join(text.split())[:200]
+
+
+def _retry_after(response: httpx.Response) -> float:
+    try:
+        return min(float(response.headers.get("retry-after", 0)), _LONGEST_PAUSE)
+    except ValueError:  # a date
+        return 0.0
+
+
+def _served_model(server: Server, target: str) -> str:
+    """Return the name by which the server knows the target. Raises UserError where it does not answer."""
+    names = _served_models(server)
+    wanted = server.model or target
+    if wanted in names:
+        return wanted
+    if server.model is None and len(names) == 1:
+        return names[0]
+    raise UserError(
+        f"--server {server.url}: serves {', '.join(names) or 'no model'}, wanted {wanted}; name one with "
+        f"--served-model{nearest(wanted, names)}"
+    )
+
+
+def _served_models(server: Server) -> list[str]:
+    address, tries = server.base + "/models", min(3, server.tries)
+    for attempt in range(1, tries + 1):
+        try:
+            response = httpx.get(address, headers=server.headers(), timeout=30.0)
+            response.raise_for_status()
+            return [str(model["id"]) for model in response.json()["data"]]
+        except (httpx.HTTPError, httpx.InvalidURL, ValueError, KeyError, TypeError) as error:
+            if attempt == tries or not isinstance(error, httpx.HTTPError):
+                reason = _short(str(error)) or type(error).__name__
+                raise UserError(
+                    f"--server {server.url}: {address} gives no list of models ({reason}); start the server, "
+                    "or correct the URL"
+                ) from error
+        time.sleep(_FIRST_PAUSE * attempt)
+    raise AssertionError("unreachable")
+
+
+def _tokenizer(target: str, trust_remote_code: bool) -> Any:
+    """Return the target's tokenizer, None where there is none here: then token ids are of no use."""
+    try:
+        return load_tokenizer(target, trust_remote_code)
+    except UserError as error:
+        print(f"answers are kept as text, without token ids: {error}", file=sys.stderr)
+        return None

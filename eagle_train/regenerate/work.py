@@ -1,0 +1,177 @@
+"""Answers as they come, in a folder beside the output that only ever grows.
+
+Each worker appends to a file of its own, one line an answer, so a killed run loses at most the line that
+was being written; the next run cuts it off and goes on. Answers are found by row id and turn.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from eagle_train.errors import UserError
+from eagle_train.io import make_folder, os_error, read_json, write_json
+from eagle_train.regenerate.answers import Answer, Asked
+
+_SETTINGS = "settings.json"
+
+Key = tuple[str, int]  # row id, turn
+
+
+class Work:
+    """The answers of one output so far. Use through `open_work`."""
+
+    def __init__(self, folder: Path, part: BinaryIO) -> None:
+        self.folder = folder
+        self.failed: dict[Key, str] = {}
+        self._part = part
+        self._answers: dict[Key, tuple[Path, int]] = {}
+        self._read: dict[Path, BinaryIO] = {}
+        self.look()
+
+    def look(self) -> None:
+        """Read anew what all workers have written; a half-written last line is not there yet."""
+        self._answers, self.failed = {}, {}
+        for path in sorted(self.folder.glob("part-*.jsonl")):
+            with open(path, "rb") as handle:
+                start = 0
+                for line in handle:
+                    if line.endswith(b"\n"):
+                        self._index(path, start, line)
+                    start += len(line)
+
+    def _index(self, path: Path, start: int, line: bytes) -> None:
+        try:
+            entry = json.loads(line)
+            key = (str(entry["row_id"]), int(entry["turn"]))
+            reason = entry.get("failed")
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise UserError(f"{path}: damaged at byte {start} ({error}); remove {self.folder}") from error
+        if reason is None:
+            self._answers[key] = (path, start)
+            self.failed.pop(key, None)
+        elif key not in self._answers:
+            self.failed[key] = str(reason)
+
+    def __contains__(self, key: Key) -> bool:
+        return key in self._answers
+
+    def get(self, key: Key) -> Answer | None:
+        """Return an answer, None where it is still to be made."""
+        if key not in self._answers:
+            return None
+        path, start = self._answers[key]
+        if path not in self._read:
+            self._read[path] = open(path, "rb")  # noqa: SIM115  # closed with this object
+        self._read[path].seek(start)
+        return Answer.of_record(json.loads(self._read[path].readline())["answer"])
+
+    def answers(self, asked: Asked) -> list[Answer]:
+        """Return the answers of a conversation from its first turn on, up to the first that is missing."""
+        found: list[Answer] = []
+        while len(found) < asked.num_turns:
+            answer = self.get((asked.row_id, len(found)))
+            if answer is None:
+                break
+            found.append(answer)
+        return found
+
+    def wanted(self, asked: Asked, answers: list[Answer]) -> bool:
+        """True when the conversation, answered so far by `answers`, goes on with another answer."""
+        return len(answers) < asked.num_turns and not (answers and answers[-1].is_empty)
+
+    def put(self, key: Key, answer: Answer) -> None:
+        """Keep an answer."""
+        self._answers[key] = (Path(self._part.name), self._append(key, {"answer": answer.record()}))
+        self.failed.pop(key, None)
+
+    def fail(self, key: Key, reason: str) -> None:
+        """Note that an answer could not be made; the next run tries again."""
+        self._append(key, {"failed": reason})
+        self.failed[key] = reason
+
+    def _append(self, key: Key, fields: dict[str, Any]) -> int:
+        line = json.dumps({"row_id": key[0], "turn": key[1], **fields}, ensure_ascii=False) + "\n"
+        start = self._part.seek(0, 2)
+        try:
+            self._part.write(line.encode("utf-8", "replace"))
+            self._part.flush()
+        except OSError as error:
+            raise os_error(self._part.name, error) from error
+        return start
+
+    def close(self) -> None:
+        """Close all files."""
+        for handle in (self._part, *self._read.values()):
+            with contextlib.suppress(OSError):
+                handle.close()
+
+    def remove(self) -> None:
+        """Take the folder away once the output holds everything."""
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def folder_of(out: Path) -> Path:
+    """Return where the work for an output lies."""
+    return out.with_name(out.name + ".work")
+
+
+@contextlib.contextmanager
+def open_work(out: Path, identity: dict[str, Any], worker: int) -> Iterator[Work]:
+    """Open the folder beside `out` for one worker.
+
+    Raises UserError when it holds answers made otherwise, or when another run is at work.
+    """
+    folder = make_folder(folder_of(out))
+    settings = folder / _SETTINGS
+    if not settings.exists():
+        write_json(settings, identity)
+    refuse_other(folder, read_json(settings, f"remove {folder}"), identity)
+    path = folder / f"part-{worker:05}.jsonl"
+    try:
+        with open(path, "ab") as part:
+            fcntl.flock(part, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            _cut_half_line(path)
+            work = Work(folder, part)
+            try:
+                yield work
+            finally:
+                work.close()
+    except BlockingIOError as error:
+        raise UserError(
+            f"{path}: another run is writing there; wait for it, or give another --out"
+        ) from error
+    except OSError as error:
+        raise os_error(path, error) from error
+
+
+def _cut_half_line(path: Path) -> None:
+    """Cut off what a killed run had not written to its end."""
+    with open(path, "rb+") as handle:
+        whole = 0
+        for line in handle:
+            whole += len(line) if line.endswith(b"\n") else 0
+        handle.truncate(whole)
+
+
+def refuse_other(place: Path, there: dict[str, Any], wanted: dict[str, Any]) -> None:
+    """Raise UserError, naming what differs, when answers at `place` were made of or by something else.
+
+    A model is known by its fingerprint where it has one; its name may change with its place.
+    """
+    before, now = there.get("generated_by", {}), wanted["generated_by"]
+    differing = [
+        f"{name} {before.get(name)} there, {now.get(name)} now"
+        for name in dict.fromkeys((*now, *before))
+        if before.get(name) != now.get(name) and not (name == "model" and "fingerprint" in now)
+    ]
+    if there.get("inputs") != wanted["inputs"]:
+        names = ", ".join(str(item.get("name")) for item in there.get("inputs") or [])
+        differing.append(f"the input differs ({names} there)")
+    if differing:
+        raise UserError(f"{place}: holds answers made otherwise: {'; '.join(differing)}; give another --out")

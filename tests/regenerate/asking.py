@@ -1,0 +1,35 @@
+"""Conversations to ask, and JSON lines to write and read."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+STOPS = [2, *range(40, 52)]  # many, so that a random model meets one now and then
+
+
+def chats(count: int = 20) -> list[dict[str, Any]]:
+    """Conversations of one to three turns, some with a system turn, all lengths mixed."""
+    records = []
+    for i in range(count):
+        turns: list[dict[str, str]] = []
+        if i % 4 == 1:
+            turns.append({"role": "system", "content": f"Be kind {i}."})
+        for turn in range(1 + i % 3):
+            question = f"Question {i}.{turn}: " + "why is it so? " * (i * 7 % 5)
+            turns += [
+                {"role": "user", "content": question},
+                {"role": "assistant", "content": "An old answer."},
+            ]
+        records.append({"id": f"c{i}", "messages": turns})
+    return records
+
+
+def write(path: Path, records: list[Any]) -> Path:
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return path
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
