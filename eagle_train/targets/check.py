@@ -34,10 +34,10 @@ def check_start(
 ) -> int:
     """Compare the first batch with the model's own forward; return the number of positions compared.
 
-    At every label position the argmax of the logits rebuilt from the stored state must be the model's
-    own, save where its two logits are closer than rounding can move them, and the largest logit must
-    have the same value. The tapped layers must equal ``output_hidden_states``. Raises UserError naming
-    the row and position where they differ, or the row when all features are NaN.
+    At every label position the argmax of the logits rebuilt from the state, as it is and as it is stored,
+    must be the model's own, save where its two logits are closer than rounding can move them, and the
+    largest logit must have the same value. The tapped layers must equal ``output_hidden_states``. Raises
+    UserError naming the row and position where they differ, or the row when all features are NaN.
     """
     target = tap.target
     good = torch.isfinite(features.witness)
@@ -48,10 +48,12 @@ def check_start(
         )
     _check_layers(tap, batch.padded[:1, : min(_PIECE, batch.lengths[0])])
     frozen = target.frozen()
+    exact = features.label_last.to(frozen.device)
     stored, moved = (tensor.to(frozen.device) for tensor in _stored(features.label_last, setting))
     compared = 0
     for where, own in _own_logits(target, batch):
         use = good[batch.label_at[where].to(good.device)].to(own.device)
+        _compare(frozen, exact[where], 0 * moved[where], own, use, where, batch, table)
         compared += _compare(frozen, stored[where], moved[where], own, use, where, batch, table)
     return compared
 

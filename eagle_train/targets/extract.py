@@ -22,7 +22,6 @@ from eagle_train.errors import UserError
 from eagle_train.io import make_folder
 from eagle_train.progress import Progress, bytes_text, progress
 from eagle_train.shards.claims import Claims, clear, take_in_turn
-from eagle_train.shards.files import ShardFile
 from eagle_train.shards.manifest import close_directory, read_manifest
 from eagle_train.shards.reader import load_frozen
 from eagle_train.shards.schema import INDEX, MANIFEST, PLAN, Plan, shard_name
@@ -186,11 +185,11 @@ def _work(
     """Take shards until all are there; return those made here and the seconds spent waiting for the disk."""
     with Claims(folder) as claims:
         finished = _finished(plan, folder, claims)
-        todo = [number for number, shard in enumerate(finished) if shard is None]
+        todo = [number for number, bad in enumerate(finished) if bad is None]
         if not todo:
             return [], 0.0
         _reopen(folder)
-        skipped = sum(len(shard.header["skipped"]) for shard in finished if shard is not None)
+        skipped = sum(bad for bad in finished if bad is not None)
         done: list[int] = []
         waited = 0.0
         writing: Future[int] | None = None
@@ -229,9 +228,12 @@ def _work(
     return done, waited
 
 
-def _finished(plan: Plan, folder: Path, claims: Claims) -> list[ShardFile | None]:
-    """Return the shards that are there; this worker's share of them is verified, a damaged one removed."""
-    found = []
+def _finished(plan: Plan, folder: Path, claims: Claims) -> list[int | None]:
+    """Return how many rows each shard has skipped, None where it is still to be made.
+
+    This worker's share of those that are there is verified, a damaged one removed.
+    """
+    found: list[int | None] = []
     for number in range(len(plan.shards)):
         shard = finished_shard(folder, plan, number)
         mine = number % distributed.world_size() == distributed.rank()
@@ -241,7 +243,7 @@ def _finished(plan: Plan, folder: Path, claims: Claims) -> list[ShardFile | None
                 if verified_shard(folder, plan, number) is None:
                     (folder / shard_name(number)).unlink(missing_ok=True)
                 claims.release(number)
-        found.append(shard)
+        found.append(None if shard is None else len(shard.header["skipped"]))
     return found
 
 

@@ -90,6 +90,21 @@ def test_a_wrong_option_is_one_line_and_exit_2(
     assert not out.exists()
 
 
+def test_processes_inside_torchrun_are_refused(
+    tiny_rows_dir: Path,
+    tiny_target_dir: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    out = tmp_path / "out"
+    assert _run(tiny_rows_dir, "--target", tiny_target_dir, "--out", out, "--processes", "2") == 2
+    assert capsys.readouterr().err == ("error: --processes 2: given inside torchrun; use one of the two\n")
+    assert not out.exists()
+
+
 def test_missing_rows_are_named(
     tiny_target_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -82,17 +82,18 @@ def test_models_that_cannot_keep_some_logits_are_compared_too(
     start()
 
 
+@pytest.mark.parametrize("codec", ["bf16", "int8"])  # however coarse the codec
 @pytest.mark.parametrize(
-    "wrong", [checkpoint.OutputMap(multiply=0.95), checkpoint.OutputMap(softcap=20.0)], ids=["scale", "cap"]
+    "wrong", [checkpoint.OutputMap(multiply=0.99), checkpoint.OutputMap(softcap=20.0)], ids=["scale", "cap"]
 )
 def test_an_unknown_scaling_of_the_logits_is_found(
-    start: Start, monkeypatch: pytest.MonkeyPatch, wrong: checkpoint.OutputMap
+    start: Start, monkeypatch: pytest.MonkeyPatch, wrong: checkpoint.OutputMap, codec: str
 ) -> None:
     monkeypatch.setattr(checkpoint, "output_map", lambda config: wrong)
     with pytest.raises(
         UserError, match=r"disagree with the model's own at \d+ of 1\d+ label positions; first"
     ):
-        start()
+        start(codec)
 
 
 def test_a_norm_applied_twice_is_found(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
