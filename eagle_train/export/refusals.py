@@ -9,11 +9,12 @@ from collections.abc import Iterator
 
 from eagle_train.heads.config import HeadConfig, default_layers
 from eagle_train.heads.disk import Head
+from eagle_train.heads.medusa import MedusaHead
 
 NAMES = {"vllm": "vLLM", "sglang": "SGLang", "speculators": "speculators", "eagle": "EAGLE's repository"}
 _IGNORES = {  # switches of the forward that an engine does not know
     "vllm": ("qk_norm",),
-    "sglang": ("qk_norm", "norm_before_fc", "norm_before_residual"),
+    "sglang": ("qk_norm", "norm_before_residual"),
     "speculators": ("qk_norm",),
     "eagle": (
         "qk_norm",
@@ -32,6 +33,8 @@ def refusals(head: Head, engine: str, num_target_layers: int | None) -> list[str
     `num_target_layers` is n where it is known.
     """
     config, name = head.config, NAMES[engine]
+    if isinstance(head, MedusaHead):
+        return ["kind medusa: heads of this kind are for eagle eval; no engine's layout is written for them"]
     if engine == "speculators" and config.kind != "eagle3":
         return [
             f"kind {config.kind}: vLLM reads EAGLE-3 heads alone in the speculators layout; use --engine vllm"
@@ -41,7 +44,7 @@ def refusals(head: Head, engine: str, num_target_layers: int | None) -> list[str
     ]
     if config.qk_norm:
         found.append(f"qk_norm: {name} has no norms on a head's queries and keys")
-    if config.attention_bias:
+    if config.attention_bias and engine in ("sglang", "eagle"):
         found.append(f"attention_bias: {name} drops the biases of q, k, v and o")
     if config.sliding_window is not None and not (
         config.kind == "eagle3" and engine in ("vllm", "speculators")
@@ -52,7 +55,7 @@ def refusals(head: Head, engine: str, num_target_layers: int | None) -> list[str
         if engine == "vllm" and bias is not None and bool(bias.any()):
             found.append("fc.bias is not zero: vLLM drops it silently; train with fc_bias false")
     elif config.fc_bias:
-        found.append(f"fc.bias: {name} has no bias on an EAGLE-3 fc")
+        found.append(f"fc.bias: {name} has no bias on an EAGLE-3 fc alone")
     if config.kind == "eagle3":
         if config.num_hidden_layers != 1:
             found.append(f"num_hidden_layers is {config.num_hidden_layers}: {name} loads one midlayer")

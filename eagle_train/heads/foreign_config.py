@@ -217,16 +217,18 @@ def _eagle3(
     lm_head = weights.get("lm_head.weight")
     if lm_head is None:
         raise UserError(f"{where}: the weights lack lm_head.weight; an eagle3 head has its own")
-    for switch, name in (("fc_norm", "fc_norm.0.weight"), ("norm_before_fc", "input_norm.weight")):
-        if bool(reader.get(switch)) != (name in weights):
-            there = "has" if name in weights else "lacks"
-            raise UserError(f"{where}: {switch} is {bool(reader.get(switch))}, but the file {there} {name}")
+    fc_norm = bool(reader.get("fc_norm") or reader.get("use_aux_norm"))  # the latter is its older name
+    norms = {"fc_norm": (fc_norm, "fc_norm.0.weight")}
+    norms["norm_before_fc"] = (bool(reader.get("norm_before_fc")), "input_norm.weight")
+    for switch, (on, name) in norms.items():
+        if on != (name in weights):
+            raise UserError(f"{where}: {switch} is {on}, but the file {'lacks' if on else 'has'} {name}")
     width = reader.get("target_hidden_size")
     return {
         "draft_vocab_size": reader.get("draft_vocab_size") or int(lm_head.shape[0]),
         "feature_layers": _layer_ids(reader, told, depth, notes),
         "target_hidden_size": None if width == reader.need("hidden_size") else width,
-        "fc_norm": bool(reader.get("fc_norm")),
+        "fc_norm": fc_norm,
         "norm_output": bool(reader.get("norm_output")),
         "norm_before_fc": bool(reader.get("norm_before_fc")),
         "norm_before_residual": _norm_before_residual(reader, told, layout),

@@ -19,7 +19,13 @@ from eagle_train.io import load_tensors, read_json
 
 PICKLED, INDEX = "pytorch_model.bin", "model.safetensors.index.json"
 _DROPPED = ("rotary_emb.inv_freq", "verifier_norm.weight", "verifier_lm_head.weight")
-_RENAMED = {"fusion_fc.": "fc.", "transformer.": "layers.0."}  # speculators, EAGLE-1
+_RENAMED = {
+    "fusion_fc.": "fc.",  # speculators, EAGLE-1
+    "transformer.": "layers.0.",
+    "aux_norm_low.": "fc_norm.0.",  # before fc_norm had its name
+    "aux_norm_mid.": "fc_norm.1.",
+    "aux_norm_high.": "fc_norm.2.",
+}
 _NOT_COMPUTED = {
     "kv_a_proj": "latent attention",
     "kv_b_proj": "latent attention",

@@ -252,6 +252,19 @@ def test_an_eagle3_head_of_every_layout_computes_its_own_logits(case, tmp_path):
     assert_same(load_head(tmp_path / "ours"), Forward(tensors, prefix, eagle3=True, **how))
 
 
+def test_norms_before_fc_under_their_older_names_are_the_same_norms(tmp_path):
+    old = dict(
+        zip(
+            ("aux_norm_low.weight", "aux_norm_mid.weight", "aux_norm_high.weight"),
+            _NORMS.values(),
+            strict=True,
+        )
+    )
+    tensors = eagle3_tensors("midlayer")
+    head = read_foreign(write(tmp_path / "head", {**EAGLE3, "use_aux_norm": True}, tensors | old)).head
+    assert_same(head, Forward(tensors | _NORMS, "midlayer", eagle3=True, fc_norm=True))
+
+
 def test_a_whole_vocabulary_needs_no_maps_and_takes_idle_ones(tmp_path):
     tensors = eagle3_tensors("midlayer", vocabulary=V)
     idle = {"d2t": torch.zeros(V, dtype=torch.int64), "t2d": torch.zeros(V, dtype=torch.bool)}
