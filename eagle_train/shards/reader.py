@@ -192,11 +192,6 @@ class Shards:
         tensors["label_starts"] = running[tensors["span_starts"]]
         return tensors
 
-    def verify(self) -> None:
-        """Read every shard and compare its checksums; raise UserError naming the first damaged one."""
-        for entry in self.info["shards"]:
-            open_shard(self.folder / entry["file"]).verify()
-
 
 def load_frozen(folder: Path, fingerprint: str | None, checksum: str | None) -> FrozenTarget:
     """Load the frozen target of `folder`, whose features come from weights of this `fingerprint`.

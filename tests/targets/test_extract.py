@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from eagle_train.errors import UserError
+from eagle_train.shards import upkeep
 from eagle_train.shards.reader import open_shards
 from eagle_train.targets import extract as room
 from eagle_train.targets import survey as survey_room
@@ -370,7 +371,7 @@ def test_a_single_bad_row_is_skipped_and_counted(
         mine, want = shards.read(i), clean.read(clean.row_ids.index(row_id))
         for name in ("input_ids", "aux", "label_last", "label_argmax", "label_lse"):
             assert torch.equal(getattr(mine, name), getattr(want, name)), name
-    shards.verify()
+    assert upkeep.verify(tmp_path / "out", show=False)["faults"] == []
 
 
 def test_too_many_bad_rows_stop_the_run_and_are_not_written_as_finished(
