@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import typer
+
+if TYPE_CHECKING:
+    from eagle_train.training.dry_run import Rehearsal
 
 NAME = "train"
 HELP = "Train a draft head on shards. An interrupted run goes on when the same command is given again."
@@ -17,7 +20,7 @@ EXAMPLES = """
 
     eagle train shards/ --recipe eagle3 --set optim.lr=1e-4 --set run.epochs=3 --processes 2 --out run/
 
-    torchrun --nproc-per-node 8 -m eagle_cli.main train shards/ --recipe my.yaml --wandb offline --out run/
+    torchrun --nproc-per-node 8 -m eagle_cli.main train shards/ --recipe my.yaml --track wandb --out run/
 """
 
 
@@ -44,38 +47,71 @@ def run(
     processes: int | None = typer.Option(
         None, "--processes", help="Processes on this machine; default one, or those torchrun started."
     ),
-    wandb: str | None = typer.Option(
-        None, "--wandb", metavar="MODE", help="online or offline; default none."
+    deepspeed: str | None = typer.Option(
+        None, "--deepspeed", metavar="zero2|zero3|FILE", help="Partition over processes; a DeepSpeed JSON."
+    ),
+    track: list[str] = typer.Option(
+        [],
+        "--track",
+        metavar="NAME",
+        help="Follow the run in wandb, wandb-offline, tensorboard or trackio; repeatable.",
+    ),
+    rehearse: bool = typer.Option(
+        False, "--dry-run", help="Build all, overfit a few rows, show acceptance rising; nothing is written."
     ),
     as_json: bool = typer.Option(False, "--json", help="Print the summary as JSON."),
 ) -> int | None:
-    from eagle_train.errors import UserError, nearest
     from eagle_train.recipe_files import load_recipe
 
-    modes = ("online", "offline", "disabled")
-    if wandb is not None and wandb not in modes:
-        raise UserError(f"--wandb {wandb}: wanted one of {', '.join(modes)}{nearest(wandb, modes)}")
+    if track:
+        from eagle_train.training.trackers import check_tracker
+
+        for name in track:
+            check_tracker(name)
     resolved = load_recipe(recipe, settings)
     if processes is not None and processes != 1:
         from eagle_train.distributed import relaunch
 
         again = ["train", str(shards), "--recipe", recipe, "--out", str(out)]
         again += [word for setting in settings for word in ("--set", setting)]
-        again += ["--resume"] if resume else []
+        again += [word for name in track for word in ("--track", name)]
         again += ["--init-from", init_from] if init_from else []
-        again += ["--wandb", wandb] if wandb else []
-        again += ["--json"] if as_json else []
-        return relaunch(processes, again)
+        again += ["--deepspeed", deepspeed] if deepspeed else []
+        flags = {"--resume": resume, "--dry-run": rehearse, "--json": as_json}
+        return relaunch(processes, [*again, *(flag for flag, given in flags.items() if given)])
 
     from eagle_train.distributed import is_main
-    from eagle_train.training.loop import train
     from eagle_train.training.processes import leave_processes
 
-    summary = train(shards, resolved, out, resume=resume, init_from=init_from, wandb=wandb)
+    if rehearse:
+        from eagle_train.training.dry_run import as_json as figures
+        from eagle_train.training.dry_run import dry_run
+
+        found = dry_run(shards, resolved, init_from=init_from, deepspeed=deepspeed)
+        if is_main():
+            following = f"eagle train {shards} --recipe {recipe} --out {out}"
+            print(json.dumps(figures(found)) if as_json else _rehearsed(found, following))
+        leave_processes()
+        return 0 if found.learned else 1
+
+    from eagle_train.training.loop import train
+
+    summary = train(
+        shards, resolved, out, resume=resume, init_from=init_from, trackers=track, deepspeed=deepspeed
+    )
     if is_main():
         print(json.dumps(summary) if as_json else _words(summary))
     leave_processes()
     return None
+
+
+def _rehearsed(found: Rehearsal, command: str) -> str:
+    return (
+        f"dry run: {found.steps} steps on a few rows, {found.seconds_per_step:.2f} s each; loss "
+        f"{found.loss[0]:.3f} to {found.loss[1]:.3f}; acceptance length {found.tau[0]:.2f} to "
+        f"{found.tau[1]:.2f} of at most {found.longest:.2f}"
+        + (f"\nnext: {command}" if found.learned else "; a head that learns goes further: look at the shards")
+    )
 
 
 def _words(summary: dict[str, Any]) -> str:

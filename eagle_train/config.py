@@ -18,7 +18,7 @@ import yaml
 class HeadRecipe:
     """The draft head's shape. All else (widths, heads, RoPE, epsilon) comes from the target."""
 
-    kind: Literal["eagle1", "eagle3"] = "eagle3"
+    kind: Literal["eagle1", "eagle3", "medusa"] = "eagle3"
     layer_ids: tuple[int, ...] = ()  # captured layers, hs convention; () takes what the shards hold
     draft_vocab_size: int | None = None  # most frequent supervised tokens; null = all of the target's
     num_hidden_layers: int = 1
@@ -26,6 +26,7 @@ class HeadRecipe:
     norm_output: bool = False  # EAGLE-3.1: the normed output is fed to the next step
     qk_norm: bool = False  # norms on queries and keys as in Qwen3; no engine serves such a head
     intermediate_size: int | None = None  # null = the target's
+    medusa_heads: int | None = None  # of kind medusa: tokens guessed ahead
     init_layer: int | None = None  # start the first layer from this layer of the target, counted from 0
 
 

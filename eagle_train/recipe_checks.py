@@ -109,8 +109,17 @@ def _check(recipe: Recipe) -> None:
     schedule = recipe.schedule
     reduced = head.fc_norm or head.norm_output or head.draft_vocab_size or head.layer_ids
     refuse_unless(
-        head.kind == "eagle3" or not reduced,
+        head.kind != "eagle1" or not reduced,
         "head: kind eagle1 has no fc_norm, norm_output, draft_vocab_size or layer_ids; remove them",
+    )
+    refuse_unless(
+        (head.kind == "medusa") == (head.medusa_heads is not None),
+        "head: medusa_heads is for kind medusa, which needs it; set both or neither",
+    )
+    layered = head.layer_ids or head.fc_norm or head.norm_output or head.init_layer is not None
+    refuse_unless(
+        head.kind != "medusa" or not layered,
+        "head: kind medusa has no layer_ids, fc_norm, norm_output or init_layer; remove them",
     )
     refuse_unless(optim.lr > 0 and optim.matrix_lr > 0, "optim: learning rates must be above 0")
     refuse_unless(

@@ -9,9 +9,14 @@ from typing import Any
 
 from eagle_train.errors import UserError, nearest
 
-KINDS = ("eagle1", "eagle3")
-_ARCHITECTURES = {"eagle1": "LlamaForCausalLMEagle", "eagle3": "LlamaForCausalLMEagle3"}
-_OWN = ("kind", "feature_layers", "target", "fc_bias", "qk_norm")  # under the key below; no engine reads them
+KINDS = ("eagle1", "eagle3", "medusa")
+_ARCHITECTURES = {
+    "eagle1": "LlamaForCausalLMEagle",
+    "eagle3": "LlamaForCausalLMEagle3",
+    "medusa": "MedusaModel",
+}
+# under the key below; no engine reads them
+_OWN = ("kind", "feature_layers", "target", "fc_bias", "qk_norm", "medusa_heads")
 _OWN_KEY = "eagle_train"
 _EAGLE3_ONLY = (
     "fc_norm",
@@ -56,6 +61,7 @@ class HeadConfig:
     fc_bias: bool = False
     attention_bias: bool = False
     qk_norm: bool = False  # an RMSNorm on each query and key before its rotation (Qwen3)
+    medusa_heads: int = 0  # tokens guessed ahead; layers and attention above mean nothing to them
     dtype: str = "float32"
     target: str = ""
 
@@ -77,15 +83,19 @@ class HeadConfig:
             raise UserError(f"head: num_hidden_layers {self.num_hidden_layers}, wanted 1 or more")
         if self.sliding_window is not None and self.sliding_window < 1:
             raise UserError(f"head: sliding_window {self.sliding_window}, wanted 1 or more, or null")
-        if self.kind == "eagle1":
-            self._check_eagle1()
+        if (self.kind == "medusa") != (self.medusa_heads > 0):
+            raise UserError(
+                f"head: kind {self.kind} with {self.medusa_heads} medusa_heads; wanted medusa and 1 or more"
+            )
+        if self.kind != "eagle3":
+            self._check_not_eagle3()
         elif self.feature_layers and list(self.feature_layers) != sorted(set(self.feature_layers)):
             raise UserError(f"head: feature_layers {self.feature_layers}, wanted distinct ids, low to high")
         if any(k < 0 for k in self.feature_layers):
             raise UserError(f"head: feature_layers {self.feature_layers}, wanted ids of 0 or more")
 
-    def _check_eagle1(self) -> None:
-        if self.draft_vocab_size != self.vocab_size:
+    def _check_not_eagle3(self) -> None:
+        if self.kind == "eagle1" and self.draft_vocab_size != self.vocab_size:
             raise UserError(
                 "head: an eagle1 head uses the target's lm_head; draft_vocab_size must be left out"
             )
@@ -95,7 +105,7 @@ class HeadConfig:
     @property
     def feature_width(self) -> int:
         """F, the width of one row of features: captured layers side by side, or H for eagle1."""
-        if self.kind == "eagle1":
+        if self.kind != "eagle3":
             return self.hidden_size
         return self.num_features * (self.target_hidden_size or self.hidden_size)
 
@@ -110,7 +120,7 @@ class HeadConfig:
 
     def layers_for(self, num_target_layers: int) -> tuple[int, ...]:
         """Return the captured layers (hs ids) on a target of that depth. Raises UserError if impossible."""
-        if self.kind == "eagle1":
+        if self.kind != "eagle3":
             return ()
         layers = self.feature_layers or default_layers(num_target_layers)
         if max(layers) > num_target_layers:
@@ -228,7 +238,7 @@ class HeadConfig:
             "head_dim": value.get("head_dim") or value["hidden_size"] // heads,
             "vocab_size": vocabulary,
             "draft_vocab_size": (value.get("draft_vocab_size") or vocabulary)
-            if kind == "eagle3"
+            if kind != "eagle1"
             else vocabulary,
             "max_position_embeddings": value.get("max_position_embeddings", 2048),
             "rope_parameters": rope_of(value),
@@ -240,6 +250,7 @@ class HeadConfig:
             "target": own.get("target", ""),
             "fc_bias": bool(own.get("fc_bias", value.get("bias", False))),
             "qk_norm": bool(own.get("qk_norm", False)),
+            "medusa_heads": int(own.get("medusa_heads", 0)),
             "sliding_window": value.get("sliding_window") if "layer_types" in value else None,
         }
         if kind == "eagle3":

@@ -14,14 +14,18 @@ from eagle_train.heads.config import HeadConfig
 from eagle_train.heads.draft_vocab import from_offsets, to_offsets
 from eagle_train.heads.eagle1 import Eagle1Head
 from eagle_train.heads.eagle3 import Eagle3Head
+from eagle_train.heads.medusa import MedusaHead
 from eagle_train.io import load_tensors, make_folder, read_json, save_tensors, write_json
 
-Head = Eagle1Head | Eagle3Head
+EagleHead = Eagle1Head | Eagle3Head
+Head = EagleHead | MedusaHead
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
 
 
 def build_head(config: HeadConfig, draft_ids: Tensor | None = None) -> Head:
     """Return a head with torch's default random weights; `draft_ids` [D] for a reduced vocabulary."""
+    if config.kind == "medusa":
+        return MedusaHead(config, draft_ids)
     return Eagle1Head(config) if config.kind == "eagle1" else Eagle3Head(config, draft_ids)
 
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from eagle_train.heads.attention import attend_runs, find_runs
-from eagle_train.heads.disk import Head
+from eagle_train.heads.disk import EagleHead
 from eagle_train.heads.layer import Attend
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ class Memory(Protocol):
 
 
 def unroll(
-    head: Head,
+    head: EagleHead,
     frozen: FrozenTarget,
     batch: PackedBatch,
     num_steps: int,

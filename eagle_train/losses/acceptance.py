@@ -8,6 +8,7 @@ target in the same precision from features that are not rounded.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING
@@ -15,7 +16,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from eagle_train.heads.ttt import unroll
+from eagle_train.heads.medusa import MedusaHead
+from eagle_train.heads.ttt import TttStep, unroll
 
 if TYPE_CHECKING:
     from eagle_train.heads.disk import Head
@@ -93,18 +95,39 @@ def greedy_chain(hits: Tensor, batch: PackedBatch) -> AcceptanceCounts:
 
 
 @torch.no_grad()
-def chain_hits(head: Head, frozen: FrozenTarget, batch: PackedBatch, gamma: int) -> Tensor:
+def chain_hits(
+    head: Head, frozen: FrozenTarget, batch: PackedBatch, gamma: int, own_choices: bool = False
+) -> Tensor:
     """Return the table of hits for `greedy_chain`: [gamma, C] bool, false where a row no longer counts.
 
-    An EAGLE-1 head is rolled out over its own predicted features in the same way.
+    A hit is the text's token or, with `own_choices`, the target's first choice after that text. An EAGLE-1
+    head is rolled out over its own predicted features in the same way; Medusa's heads each make one step,
+    those past their number are never right.
     """
     hits = torch.zeros((gamma, len(batch.rows)), dtype=torch.bool, device=batch.rows.device)
     size = max(1, _LOGITS_AT_ONCE // head.config.draft_vocab_size)
-    for step in unroll(head, frozen, batch, gamma):
-        teacher = batch.input_ids[batch.rows[step.index] + 2 + step.number]
+    for step in _steps(head, frozen, batch, gamma):
+        if own_choices:
+            teacher = batch.label_argmax[batch.label0[step.index] + step.number]
+        else:
+            teacher = batch.input_ids[batch.rows[step.index] + 2 + step.number]
         for out, index, token in zip(
             step.out.split(size), step.index.split(size), teacher.split(size), strict=True
         ):
-            guess = head.target_ids(head.logits(out, frozen).argmax(-1))
+            guess = head.target_ids(_logits(head, out, frozen, step.number).argmax(-1))
             hits[step.number, index] = guess == token
     return hits
+
+
+def _steps(head: Head, frozen: FrozenTarget, batch: PackedBatch, gamma: int) -> Iterator[TttStep]:
+    """Yield the head's output for the rows that count at each step."""
+    if not isinstance(head, MedusaHead):
+        yield from unroll(head, frozen, batch, gamma)
+        return
+    for number in range(min(gamma, head.config.medusa_heads)):
+        index = (batch.room > number).nonzero().flatten()
+        yield TttStep(number, head(head.states(batch, index), number), index)
+
+
+def _logits(head: Head, out: Tensor, frozen: FrozenTarget, step: int) -> Tensor:
+    return head.logits(out, frozen, step) if isinstance(head, MedusaHead) else head.logits(out, frozen)

@@ -18,10 +18,13 @@ from eagle_train.heads.draft_vocab import choose_draft_ids, coverage
 from eagle_train.heads.eagle1 import Eagle1Head
 from eagle_train.heads.eagle3 import Eagle3Head
 from eagle_train.heads.foreign import read_any
+from eagle_train.heads.medusa import MedusaHead
 from eagle_train.shards.schema import holds_feature_of
 from eagle_train.training.checkpoints import head_folder
 from eagle_train.training.eagle1_step import Eagle1Step
 from eagle_train.training.eagle3_step import Eagle3Step
+from eagle_train.training.medusa_step import MedusaStep
+from eagle_train.training.steps import Step
 from eagle_train.training.target_layer import start_from_layer
 from eagle_train.training.trained_on import other_weights
 
@@ -91,6 +94,7 @@ def config_on(
         fc_norm=settings.fc_norm,
         norm_output=settings.norm_output,
         qk_norm=settings.qk_norm,
+        medusa_heads=settings.medusa_heads,
     )
 
 
@@ -112,6 +116,10 @@ def new_head(recipe: Recipe, shards: Shards, frozen: FrozenTarget) -> Head:
     if isinstance(head, Eagle3Head) and head.lm_head.weight.shape[1] == frozen.hidden_size:
         with torch.no_grad():
             head.lm_head.weight.copy_(frozen.lm_head[head.draft_ids].float() * frozen.logit_scale)
+    if isinstance(head, MedusaHead):
+        with torch.no_grad():
+            for weight in head.lm_heads.parameters():
+                weight.copy_(frozen.lm_head[head.draft_ids].float() * frozen.logit_scale)
     if recipe.head.init_layer is not None:
         start_from_layer(head, shards, recipe.head.init_layer)
     return head.float()
@@ -144,7 +152,7 @@ def warm_head(source: str | Path, recipe: Recipe, shards: Shards, frozen: Frozen
     return head
 
 
-def head_step(head: Head, frozen: FrozenTarget, recipe: Recipe) -> Eagle1Step | Eagle3Step:
+def head_step(head: Head, frozen: FrozenTarget, recipe: Recipe) -> Step:
     """Return the module whose forward gives the loss of a packed batch."""
     loss = recipe.loss
     token_weight = loss.token_weight if isinstance(head, Eagle1Head) else 1.0
@@ -158,6 +166,9 @@ def head_step(head: Head, frozen: FrozenTarget, recipe: Recipe) -> Eagle1Step | 
         return Eagle1Step(
             head, frozen, feature_weight=loss.feature_weight, token_weight=loss.token_weight, **shared
         )
+    if isinstance(head, MedusaHead):
+        del shared["num_steps"]
+        return MedusaStep(head, frozen, **shared)
     return Eagle3Step(head, frozen, **shared)
 
 

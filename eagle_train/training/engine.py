@@ -16,11 +16,11 @@ from eagle_train.heads.disk import Head
 from eagle_train.io import load_tensors
 from eagle_train.training.average import Average
 from eagle_train.training.checkpoints import TENSORS
-from eagle_train.training.eagle1_step import Eagle1Step
-from eagle_train.training.eagle3_step import Eagle3Step
+from eagle_train.training.medusa_step import MedusaStep
 from eagle_train.training.optim import Optimizers
 from eagle_train.training.processes import Processes
 from eagle_train.training.step_result import StepResult
+from eagle_train.training.steps import Step
 
 if TYPE_CHECKING:
     from eagle_train.shards.batches import PackedBatch
@@ -30,7 +30,7 @@ class Engine:
     """Float32 weights on every process, gradients averaged among them after the last forward of a window."""
 
     def __init__(
-        self, processes: Processes, step: Eagle1Step | Eagle3Step, recipe: OptimRecipe, dtype: torch.dtype
+        self, processes: Processes, step: Step | MedusaStep, recipe: OptimRecipe, dtype: torch.dtype
     ) -> None:
         self.processes, self.head, self.dtype = processes, step.head, dtype
         self.optimizers = Optimizers(step.head, recipe)

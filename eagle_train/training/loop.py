@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import sys
 import time
+from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,7 @@ def train(
     *,
     resume: bool = False,
     init_from: str | None = None,
-    wandb: str | None = None,
+    trackers: Sequence[str] = (),
     deepspeed: str | None = None,
     show: bool = True,
 ) -> dict[str, Any]:
@@ -58,7 +59,7 @@ def train(
     left = None if session.num_steps is None else session.num_steps - session.state.step
     with (
         Interrupt() as interrupt,
-        closing(Log(session.out, session.state, recipe.to_dict(), wandb, processes.is_main)) as log,
+        closing(Log(session.out, session.state, recipe.to_dict(), trackers, processes.is_main)) as log,
         progress("train", left, "steps", show) as bar,
     ):
         done = _catch_up(session, interrupt, log) and _loop(session, interrupt, log, bar)

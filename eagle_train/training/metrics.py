@@ -1,26 +1,24 @@
-"""What a run reports: sums over steps since the last report, metrics.jsonl, and wandb when asked."""
+"""What a run reports: sums over steps since the last report, in metrics.jsonl and to trackers."""
 
 from __future__ import annotations
 
 import contextlib
 import json
 import math
-import os
-import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from eagle_train.errors import UserError
 from eagle_train.io import os_error, write_text
 from eagle_train.losses.acceptance import AcceptanceCounts
 from eagle_train.training.checkpoints import State
 from eagle_train.training.processes import Processes
 from eagle_train.training.step_result import StepResult
+from eagle_train.training.trackers import Tracker, open_tracker
 
 FILE = "metrics.jsonl"
 
@@ -73,18 +71,20 @@ class Meter:
 
 
 class Log:
-    """Writes one JSON object a step to metrics.jsonl, and sends the same to wandb where asked.
+    """Writes one JSON object a step to metrics.jsonl, and sends the same to the trackers asked for.
 
     On processes other than the main one it does nothing.
     """
 
-    def __init__(self, run: Path, state: State, config: dict[str, Any], wandb: str | None, on: bool) -> None:
+    def __init__(
+        self, run: Path, state: State, config: dict[str, Any], trackers: Sequence[str], on: bool
+    ) -> None:
         self._file, self._state, self._on = run / FILE, state, on
-        self._wandb: Any = None
+        self._trackers: list[Tracker] = []
         if on:
             self._lines = [line for line in read_metrics(run) if line["step"] <= state.step]
             self._rewrite()  # without lines past the step that the run goes on from, or a half-written one
-            self._wandb = _start_wandb(run, config, wandb) if wandb else None
+            self._trackers = [open_tracker(name, run, config) for name in trackers]
 
     def write(self, values: dict[str, Any]) -> None:
         """Write a line with the run's position; one of the same step is added to.
@@ -107,13 +107,13 @@ class Log:
                     handle.write(json.dumps(line) + "\n")
             except OSError as error:
                 raise os_error(self._file, error) from error
-        if self._wandb is not None:
-            self._wandb.log(_flat(line), step=state.step)
+        for tracker in self._trackers:
+            tracker.log(_flat(line), step=state.step)
 
     def close(self) -> None:
-        """Finish the wandb run, if there is one."""
-        if self._wandb is not None:
-            self._wandb.finish()
+        """Finish with every tracker."""
+        for tracker in self._trackers:
+            tracker.finish()
 
     def _rewrite(self) -> None:
         if self._lines or self._file.exists():
@@ -153,26 +153,12 @@ def note(report: dict[str, Any], state: State) -> str:
     return f"step {state.step:,}, loss {loss:.3f}{tau}, {report['tokens_per_second']:,.0f} tokens/s"
 
 
-def _start_wandb(out: Path, config: dict[str, Any], mode: Any) -> Any:
-    if mode == "disabled":
-        return None
-    os.environ.setdefault("WANDB_SILENT", "true")
-    try:
-        import wandb
-    except ImportError as error:
-        raise UserError("--wandb: wandb is not installed; pip install 'eagle-train[wandb]'") from error
-    if mode == "online" and not (os.environ.get("WANDB_API_KEY") or wandb.api.api_key):
-        print("wandb: no key found, logging offline; wandb sync sends it later", file=sys.stderr)
-        mode = "offline"
-    return wandb.init(project="eagle", name=out.resolve().name, dir=str(out), config=config, mode=mode)
-
-
 def _flat(line: dict[str, Any]) -> dict[str, float]:
-    """Turn lists into one number per entry: loss -> loss/0, loss/1, .."""
-    flat: dict[str, float] = {}
+    """Turn lists into one number per entry: loss -> loss/0, loss/1, ..; what is not known is left out."""
+    flat: dict[str, Any] = {}
     for key, value in line.items():
         flat |= {f"{key}/{i}": v for i, v in enumerate(value)} if isinstance(value, list) else {key: value}
-    return flat
+    return {key: value for key, value in flat.items() if value is not None}
 
 
 def _not_finite(value: Any) -> bool:

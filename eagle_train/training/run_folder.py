@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 RECIPE, RECORD, LOCK = "recipe.yaml", "run.json", ".lock"
 # What a run leaves in its folder; anything else there belongs to somebody else.
-_OWN = {RECIPE, RECORD, "metrics.jsonl", "checkpoints", "best", "last", "wandb"}
+_OWN = {RECIPE, RECORD, "metrics.jsonl", "checkpoints", "best", "last", "wandb", "tensorboard", "report.html"}
 # A resumed run may not change these: what the head is, which rows a step sees, what a checkpoint holds.
 _FIXED = (
     "head.",

@@ -184,7 +184,7 @@ def open_session(
     held = run_folder.lock(out) if processes.is_main else None
     try:
         checkpoint, init_from = run_folder.decide(out, recipe, shards, resume, init_from)
-        session = _build(processes, shards, recipe, out, checkpoint, init_from, deepspeed)
+        session = build_session(processes, shards, recipe, out, checkpoint, init_from, deepspeed)
     except BaseException:
         run_folder.release(out, held)
         raise
@@ -193,7 +193,7 @@ def open_session(
     return session
 
 
-def _build(
+def build_session(
     processes: Processes,
     shards: Shards,
     recipe: Recipe,
@@ -202,6 +202,7 @@ def _build(
     init_from: str | None,
     deepspeed: str | None,
 ) -> Session:
+    """Build one process's part of a run in memory, from `checkpoint`, a head or anew. Writes nothing."""
     train_rows, held_out, facts = _rows(shards, recipe)
     device, run = processes.device, recipe.run
     dtype = pick_precision(run.precision, device)

@@ -41,7 +41,7 @@ def start_from_layer(head: Head, shards: Shards, index: int) -> None:
     if not index < target.num_layers:
         raise UserError(f"{where}: {target.name} has layers 0 to {target.num_layers - 1}")
     eagle3 = isinstance(head, Eagle3Head)
-    layer: Any = head.midlayer if isinstance(head, Eagle3Head) else head.layers[0]
+    layer: Any = head.midlayer if isinstance(head, Eagle3Head) else next(iter(head.layers))  # type: ignore[arg-type]
     parameters = dict(layer.named_parameters())
     stored = {name: value.detach().float() for name, value in target.layers[index].state_dict().items()}
     wanted = {name: stored.get(name) for name in (*_COPIED, *(n for n in _NORMS if n in parameters))}

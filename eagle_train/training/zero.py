@@ -23,10 +23,10 @@ from eagle_train.errors import UserError
 from eagle_train.heads.disk import Head, build_head
 from eagle_train.io import load_tensors, read_json
 from eagle_train.training.checkpoints import TENSORS
-from eagle_train.training.eagle1_step import Eagle1Step
-from eagle_train.training.eagle3_step import Eagle3Step
+from eagle_train.training.medusa_step import MedusaStep
 from eagle_train.training.processes import Processes
 from eagle_train.training.step_result import StepResult
+from eagle_train.training.steps import Step
 
 if TYPE_CHECKING:
     from eagle_train.shards.batches import PackedBatch
@@ -73,7 +73,7 @@ class _Unit(nn.Module):
     reduces a unit when autograd reaches its input `anchor`, which it does last.
     """
 
-    def __init__(self, step: Eagle1Step | Eagle3Step, stage: int) -> None:
+    def __init__(self, step: Step | MedusaStep, stage: int) -> None:
         super().__init__()
         self.step, self.stage = step, stage
 
@@ -93,7 +93,7 @@ class ZeroEngine:
     def __init__(
         self,
         processes: Processes,
-        step: Eagle1Step | Eagle3Step,
+        step: Step | MedusaStep,
         recipe: OptimRecipe,
         dtype: torch.dtype,
         config: dict[str, Any],
@@ -219,5 +219,7 @@ def _import() -> Any:
     if not torch.distributed.is_initialized():
         raise UserError("--deepspeed: partitions over processes; give --processes 2 or more, or use torchrun")
     deepspeed.logger.setLevel("WARNING")
+    if not torch.cuda.is_available():  # gloo alone does; the op for shared memory would be compiled first
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     deepspeed.init_distributed(dist_backend=torch.distributed.get_backend(), verbose=False)
     return deepspeed

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import torch
 
+from eagle_train.distributed import world_size
 from eagle_train.recipe_files import load_recipe
 from eagle_train.shards.reader import Shards
 from eagle_train.training.loop import train
@@ -31,18 +33,24 @@ CASES = {
     "one row a step": ["data.rows_per_step=1"],
     "eagle1, one row a step": [*EAGLE1, "data.rows_per_step=1"],
     "one row is NaN": ["data.rows_per_step=4", "run.steps=5"],
+    "zero2, three rows a step": ["data.rows_per_step=3"],
+    "zero3, one row a step": ["data.rows_per_step=1"],
+    "zero3, one row is NaN": ["data.rows_per_step=4", "run.steps=5"],
+    "zero2, bf16": ["data.rows_per_step=3", "run.precision=bf16"],
 }
 POISONED = 5  # the row, which is met in these steps once
 
 
 def run(name: str, shards: str, shards_eagle1: str, out: str) -> None:
-    """Train one case into out/NAME."""
+    """Train one case into out/NAME; a case named after a stage uses it, but in one process."""
     read = Shards.read
-    if name == "one row is NaN":
+    stage = name.split(",")[0] if name.startswith("zero") and world_size() > 1 else None
+    if "NaN" in name:
         Shards.read = _reading_nan(read)  # type: ignore[method-assign]
     try:
         recipe = load_recipe("eagle3-tiny", [*SETTINGS, *CASES[name]])
-        train(shards_eagle1 if "eagle1" in name else shards, recipe, Path(out) / name, show=False)
+        source = shards_eagle1 if "eagle1" in name else shards
+        train(source, recipe, Path(out) / name, deepspeed=stage, show=False)
     finally:
         Shards.read = read  # type: ignore[method-assign]
 
@@ -59,6 +67,8 @@ def _reading_nan(read):
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
+    with_deepspeed = find_spec("deepspeed") is not None
     for case in CASES:
-        run(case, *sys.argv[1:])
+        if with_deepspeed or not case.startswith("zero"):
+            run(case, *sys.argv[1:])
     leave_processes()

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from eagle_train.heads.disk import load_head
 from eagle_train.io import load_tensors
 from eagle_train.recipe_files import load_recipe
 from eagle_train.training.loop import train
@@ -78,8 +79,37 @@ def test_two_processes_equal_one_with_accumulation(name, runs):
     assert_equal_runs(one, two)
 
 
-def test_a_gradient_that_is_not_finite_on_one_process_skips_the_step_on_both(runs):
-    one, two = runs("one row is NaN")
+@pytest.mark.parametrize("name", ["zero2, three rows a step", "zero3, one row a step"])
+def test_partitioned_weights_train_as_whole_ones(name, runs):
+    """The checkpoint is the same, tensor by tensor."""
+    pytest.importorskip("deepspeed")
+    assert_equal_runs(*runs(name))
+
+
+def test_a_partitioned_run_goes_on_in_one_process(runs, tiny_shards_dir):
+    pytest.importorskip("deepspeed")
+    for out in runs("zero3, one row a step"):
+        changes = ["data.rows_per_step=1", "run.steps=8"]
+        recipe = load_recipe("eagle3-tiny", [*cases.SETTINGS, *changes])
+        assert train(tiny_shards_dir, recipe, out, resume=True, show=False)["steps"] == 8
+    assert_equal_runs(*runs("zero3, one row a step"))
+
+
+def test_partitioned_bf16_weights_have_float32_masters_that_are_saved(runs):
+    pytest.importorskip("deepspeed")
+    one, two = runs("zero2, bf16")
+    losses = [[line["loss"][0] for line in read_metrics(out)[1:]] for out in (one, two)]
+    assert losses[1] == pytest.approx(losses[0], rel=0.03)
+    weight = load_head(two / "last").fc.weight
+    assert weight.dtype == torch.float32
+    assert not torch.equal(weight, weight.bfloat16().float())
+
+
+@pytest.mark.parametrize("name", ["one row is NaN", "zero3, one row is NaN"])
+def test_a_gradient_that_is_not_finite_on_one_process_skips_the_step_on_both(name, runs):
+    if name.startswith("zero"):
+        pytest.importorskip("deepspeed")
+    one, two = runs(name)
     skipped = [[line["grad_norm"] is None for line in read_metrics(out)[1:]] for out in (one, two)]
     assert skipped[0] == skipped[1]
     assert sum(skipped[1]) == 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import sys
 import time
 
 import pytest
@@ -14,7 +15,7 @@ from eagle_train.errors import UserError
 from eagle_train.io import load_tensors
 from eagle_train.losses.acceptance import AcceptanceCounts
 from eagle_train.shards.reader import open_shards
-from eagle_train.training import loop
+from eagle_train.training import loop, trackers
 from eagle_train.training.checkpoints import read_head
 from eagle_train.training.held_out import predict_chain, split
 from eagle_train.training.interrupt import Interrupt
@@ -220,6 +221,48 @@ def test_an_interrupted_evaluation_is_no_evaluation(tmp_path, tiny, tiny_shards_
     assert session.evaluate(interrupt).rounds > 0
     interrupt.asked = True
     assert session.evaluate(interrupt) is None
+
+
+class Notebook:
+    """A tracker that remembers."""
+
+    def __init__(self, run, config):
+        self.run, self.config, self.lines, self.finished = run, config, {}, False
+
+    def log(self, values, step):
+        self.lines[step] = values
+
+    def finish(self):
+        self.finished = True
+
+
+def test_trackers_get_every_line_as_plain_numbers(tmp_path, train_tiny, monkeypatch):
+    opened = []
+    monkeypatch.setitem(
+        trackers._MAKERS, "wandb", lambda *given: opened.append(Notebook(*given)) or opened[-1]
+    )
+    train_tiny("run", trackers=["wandb"])
+    [book] = opened
+    assert book.finished
+    assert book.run == tmp_path / "run"
+    assert book.config["run"]["steps"] == 8
+    assert sorted(book.lines) == list(range(9))
+    line = read_metrics(tmp_path / "run")[4]
+    assert book.lines[4]["loss/1"] == line["loss"][1]
+    assert book.lines[4]["tau"] == line["tau"]
+    assert all(type(value) in (int, float) for values in book.lines.values() for value in values.values())
+
+
+def test_a_tracker_that_is_not_installed_is_one_line(monkeypatch, tmp_path):
+    monkeypatch.setitem(sys.modules, "trackio", None)
+    with pytest.raises(UserError, match="--track: trackio is not installed; pip install trackio"):
+        trackers.open_tracker("trackio", tmp_path, {})
+
+
+def test_tensorboard_writes_events(tmp_path, train_tiny):
+    pytest.importorskip("tensorboard")
+    train_tiny("run", trackers=["tensorboard"])
+    assert list((tmp_path / "run" / "tensorboard").glob("events.out.*"))
 
 
 def test_a_full_disk_is_one_line_and_the_last_checkpoint_stays(tmp_path, tiny, tiny_shards_dir, monkeypatch):

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 
 import pytest
 
+from eagle_train.training import dry_run
 from eagle_train.training.metrics import read_metrics
 
 
@@ -45,7 +47,11 @@ def test_a_misspelt_recipe_key_is_exit_2_with_the_nearest_name_and_starts_nothin
     ("words", "message"),
     [
         (["--recipe", "eagel3"], "did you mean 'eagle3'?"),
-        (["--recipe", "eagle3-tiny", "--wandb", "onlin"], "did you mean 'online'?"),
+        (["--recipe", "eagle3-tiny", "--track", "wandbb"], "did you mean 'wandb'?"),
+        (
+            ["--recipe", "eagle3-tiny", "--deepspeed", "zero2"],
+            "partitions over processes; give --processes 2",
+        ),
         (["--recipe", "eagle1"], "features of eagle3; recipe eagle1 trains eagle1"),
         (["--recipe", "eagle3-tiny", "--resume"], "holds no run"),
         (["--recipe", "eagle3-tiny", "--processes", "0"], "wanted 1 or more"),
@@ -89,6 +95,29 @@ def test_an_interrupt_saves_says_how_to_go_on_and_is_exit_130(
     assert "going on from step 3" in err
 
 
+def test_a_dry_run_learns_a_few_rows_by_heart_and_writes_nothing(tmp_path, tiny_shards_dir, capsys):
+    words = ["train", tiny_shards_dir, "--recipe", "eagle3-tiny", "--out", tmp_path / "run", "--dry-run"]
+    code, out, err = main_here(capsys, *words)
+    assert code == 0
+    made, following = out.splitlines()
+    before, after, longest = map(float, re.findall(r"(\d\.\d\d)", made.split("acceptance length")[1]))
+    assert before < after <= longest
+    assert after >= 1 + 0.95 * (longest - 1)
+    assert following == f"next: eagle train {tiny_shards_dir} --recipe eagle3-tiny --out {tmp_path / 'run'}"
+    assert "step 10: loss" in err
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_dry_run_that_does_not_learn_says_so(tmp_path, tiny_shards_dir, capsys, monkeypatch):
+    monkeypatch.setattr(dry_run, "LEARNING_RATE", 1e-30)
+    monkeypatch.setattr(dry_run, "MOST_STEPS", 3)
+    words = ["train", tiny_shards_dir, "--recipe", "eagle3-tiny", "--out", tmp_path / "run", "--dry-run"]
+    code, out, _ = main_here(capsys, *words, "--json")
+    found = json.loads(out)
+    assert (code, found["learned"], found["steps"]) == (1, False, 3)
+    assert found["loss"][0] == found["loss"][1]
+
+
 @pytest.mark.slow
 def test_wandb_offline_needs_no_key(tmp_path, tiny_shards_dir):
     pytest.importorskip("wandb")
@@ -99,8 +128,8 @@ def test_wandb_offline_needs_no_key(tmp_path, tiny_shards_dir):
         "eagle3-tiny",
         "--out",
         tmp_path / "run",
-        "--wandb",
-        "online",
+        "--track",
+        "wandb",
     ]
     done = eagle(*words, HOME=str(tmp_path), WANDB_API_KEY="")
     assert done.returncode == 0, done.stderr
