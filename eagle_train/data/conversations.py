@@ -152,7 +152,7 @@ def _turn(item: Any, notes: Notes) -> Turn:
         raise Skip("answer_ids is not a list of token ids")
     if role == "tool" and named.strip().lower() != "tool":
         notes[f"role {named.strip().lower()} read as tool"] = None
-    answers = role == "assistant"
+    answers, tool = role == "assistant", role == "tool"
     return Turn(
         role=role,
         content=valid_text(_text(raw, notes), "a turn"),
@@ -160,7 +160,8 @@ def _turn(item: Any, notes: Notes) -> Turn:
         finished=item.get("finished") is not False,
         reasoning=valid_text(reasoning, "a thought") if isinstance(reasoning, str) and answers else None,
         tool_calls=tuple(_tool_calls(item.get("tool_calls"))) if answers else (),
-        tool_name=item["name"] if role == "tool" and isinstance(item.get("name"), str) else None,
+        tool_name=item["name"] if tool and isinstance(item.get("name"), str) else None,
+        tool_call_id=item["tool_call_id"] if tool and isinstance(item.get("tool_call_id"), str) else None,
     )
 
 

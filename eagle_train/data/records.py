@@ -63,6 +63,7 @@ class Turn:
     reasoning: str | None = None
     tool_calls: tuple[Message, ...] = ()
     tool_name: str | None = None
+    tool_call_id: str | None = None
 
     def message(self) -> Message:
         """Return what a chat template reads."""
@@ -73,6 +74,8 @@ class Turn:
             message["tool_calls"] = list(self.tool_calls)
         if self.tool_name is not None:
             message["name"] = self.tool_name
+        if self.tool_call_id is not None:
+            message["tool_call_id"] = self.tool_call_id
         return message
 
     @property

@@ -90,14 +90,14 @@ def regenerate(
         mine = asked[distributed.rank() :: distributed.world_size()]
         with progress("regenerate", _left(mine, work), "answers", show and distributed.is_main()) as bar:
             answers.run(mine, work, Failures(work, file, max_failures), bar)
-        work.look()
-        if not is_complete(asked, work):
-            return {"reused": False, "complete": False}
-        report = write_output(
-            file, asked, work, {**identity, "tool_version": tool_version(), "complete": True}, read
-        )
-        if not report["failed"]:
-            work.remove()
+        with work.alone():  # of several workers that end together one writes, and finds all there
+            if not is_complete(asked, work):
+                return {"reused": False, "complete": False}
+            report = write_output(
+                file, asked, work, {**identity, "tool_version": tool_version(), "complete": True}, read
+            )
+            if not report["failed"]:
+                work.remove()
     return {**report, "reused": False}
 
 

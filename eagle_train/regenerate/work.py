@@ -26,8 +26,8 @@ Key = tuple[str, int]  # row id, turn
 class Work:
     """The answers of one output so far. Use through `open_work`."""
 
-    def __init__(self, folder: Path, part: BinaryIO) -> None:
-        self.folder = folder
+    def __init__(self, folder: Path, part: BinaryIO, lock: BinaryIO) -> None:
+        self.folder, self._lock = folder, lock
         self.failed: dict[Key, str] = {}
         self._part = part
         self._answers: dict[Key, tuple[Path, int]] = {}
@@ -105,6 +105,16 @@ class Work:
             raise os_error(self._part.name, error) from error
         return start
 
+    @contextlib.contextmanager
+    def alone(self) -> Iterator[None]:
+        """Keep other workers out of this block, and look at what they have written before."""
+        fcntl.flock(self._lock, fcntl.LOCK_EX)
+        try:
+            self.look()
+            yield
+        finally:
+            fcntl.flock(self._lock, fcntl.LOCK_UN)
+
     def close(self) -> None:
         """Close all files."""
         for handle in (self._part, *self._read.values()):
@@ -134,10 +144,10 @@ def open_work(out: Path, identity: dict[str, Any], worker: int) -> Iterator[Work
     refuse_other(folder, read_json(settings, f"remove {folder}"), identity)
     path = folder / f"part-{worker:05}.jsonl"
     try:
-        with open(path, "ab") as part:
+        with open(path, "ab") as part, open(settings, "rb") as lock:
             fcntl.flock(part, fcntl.LOCK_EX | fcntl.LOCK_NB)
             _cut_half_line(path)
-            work = Work(folder, part)
+            work = Work(folder, part, lock)
             try:
                 yield work
             finally:
