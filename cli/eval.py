@@ -38,14 +38,14 @@ def run(
         None,
         "--method",
         metavar="NAME[=DIR]",
-        help="plain, draft-model=DIR, prompt-lookup, lookahead; eagle1, eagle2, eagle3 (=DIR, or HEAD's). Repeat "
-        "it to compare.",
+        help="plain, draft-model=DIR, prompt-lookup, lookahead; medusa, eagle1, eagle2, eagle3 (=DIR, "
+        "or HEAD's). Repeat it to compare.",
     ),
     questions: list[str] | None = typer.Option(
         None,
         "--questions",
-        help="mt_bench, gsm8k, humaneval, alpaca or cnn_dm from the hub, or JSON lines in MT-bench form. Repeat "
-        "it for a table. Default the built-in 60 held-out questions.",
+        help="mt_bench, gsm8k, humaneval, alpaca or cnn_dm from the hub, or JSON lines in MT-bench form. "
+        "Repeat it for a table. Default the built-in 60 held-out questions.",
     ),
     num_questions: int | None = typer.Option(
         None, "--num-questions", help="Only so many questions, evenly spread over the file."
@@ -56,8 +56,8 @@ def run(
     draft: list[str] | None = typer.Option(
         None,
         "--draft",
-        help="chain, static (EAGLE-1's tree), dynamic (EAGLE-2's), sampled, or a .json of eagle tune. Repeat it "
-        "to compare. Default static for an eagle1 head, dynamic for eagle3; on a CPU a chain is faster.",
+        help="chain, static (EAGLE-1's tree), dynamic (EAGLE-2's), sampled, or a .json of eagle tune. Repeat "
+        "it to compare. Default static for an eagle1 head, dynamic for eagle3; on a CPU a chain is faster.",
     ),
     gamma: options.Gamma = None,
     tree_tokens: options.TreeTokens = None,

@@ -32,6 +32,7 @@ def test_the_built_in_recipes_are_the_promised_ones():
         "eagle3-qwen3-8b",
         "eagle3-smollm2",
         "eagle3-tiny",
+        "medusa",
     ]
 
 
@@ -40,7 +41,7 @@ def test_built_in_recipe_loads_survives_yaml_and_opens_with_its_story(name, tmp_
     recipe = load_recipe(name)
     (tmp_path / f"{name}.yaml").write_text(recipe.to_yaml())
     assert load_recipe(tmp_path / f"{name}.yaml") == recipe
-    assert recipe.head.kind == ("eagle1" if name.startswith("eagle1") else "eagle3")
+    assert recipe.head.kind == name.split("-")[0]
     lines = (files("eagle_recipes") / f"{name}.yaml").read_text().splitlines()
     header = "\n".join(itertools.takewhile(lambda line: line.startswith("#"), lines))
     assert "# Reproduces:" in header

@@ -14,7 +14,8 @@ from eagle_train.decoding.sampling import Chance, Sampling, distribution, withou
 from eagle_train.decoding.shapes import Chain, Dynamic, Sampled, Shape, Static
 from eagle_train.decoding.trees import StaticShape, Tree, grow_dynamic, grow_static
 from eagle_train.errors import UserError
-from eagle_train.heads.disk import Head
+from eagle_train.heads.disk import EagleHead, Head
+from eagle_train.heads.medusa import MedusaHead
 from eagle_train.targets.load import Target
 
 
@@ -50,8 +51,10 @@ class HeadDrafter:
     """
 
     def __init__(self, head: Head, target: Target, shape: Shape, sampling: Sampling | None = None) -> None:
+        if isinstance(head, MedusaHead):
+            raise UserError("Medusa heads: got one where an EAGLE head is wanted; use eagle eval")
         check_fit(head, target)
-        self.head = head.to(device=target.device, dtype=target.dtype).eval()
+        self.head: EagleHead = head.to(device=target.device, dtype=target.dtype).eval()
         self.frozen = target.frozen()
         self.layer_ids = head.config.layers_for(target.num_layers)
         self.shape = shape

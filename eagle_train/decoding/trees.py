@@ -6,6 +6,7 @@ so nothing here knows what a head is.
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -213,3 +214,21 @@ def grow_dynamic(
     kept = scores.sort(descending=True, stable=True).indices[:keep].sort().values
     number = {-1: 0} | {node: i for i, node in enumerate(kept.tolist(), start=1)}
     return ids[kept], (-1, *(number[parent] for parent in parents[kept].tolist())), scores[kept]
+
+
+def best_paths(rates: Sequence[Sequence[float]], guesses: int) -> tuple[tuple[int, ...], ...]:
+    """Return the `guesses` paths that a static tree should hold: those most likely to stand.
+
+    `rates[d][r]` is the probability that the guess of rank r at depth d+1 is right where its parent is; a
+    path stands with the product of its own. Fewer paths where there are no more. Source: Medusa, 2.3.3.
+    """
+    found: list[tuple[int, ...]] = []
+    open_paths: list[tuple[float, tuple[int, ...]]] = [(-rate, (rank,)) for rank, rate in enumerate(rates[0])]
+    heapq.heapify(open_paths)
+    while open_paths and len(found) < guesses:
+        worth, path = heapq.heappop(open_paths)
+        found.append(path)
+        if len(path) < len(rates):
+            for rank, rate in enumerate(rates[len(path)]):
+                heapq.heappush(open_paths, (worth * rate, (*path, rank)))
+    return tuple(sorted(found, key=lambda path: (len(path), path)))

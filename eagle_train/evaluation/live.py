@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any
 
 from eagle_train.data.templates import load_template
-from eagle_train.decoding.drafters import HeadDrafter, Shape
 from eagle_train.decoding.loop import Generation, Settings, generate
 from eagle_train.decoding.sampling import Sampling
+from eagle_train.decoding.shapes import Shape
 from eagle_train.errors import UserError
 from eagle_train.evaluation.heads import open_head
-from eagle_train.evaluation.methods import usual_shape
+from eagle_train.evaluation.methods import head_drafter, usual_shape
 from eagle_train.evaluation.questions import Conversation, Question
 from eagle_train.evaluation.report import draft_name
 from eagle_train.targets.load import load_target
@@ -45,7 +45,7 @@ def answer_live(
     model = load_target(target, dtype=dtype, trust_remote_code=trust_remote_code)
     loaded = open_head(head, model)
     sampling, shape = sampling or Sampling(), shape or usual_shape(loaded)
-    drafter = HeadDrafter(loaded, model, shape, sampling)
+    drafter = head_drafter(loaded, model, shape, sampling)
     template = load_template(model.tokenizer, chat_template)
     ids = Conversation(model.tokenizer, template, Question("prompt", "", (prompt,))).ask(0)
     console = Console(file=sys.stdout, highlight=False, soft_wrap=True)

@@ -11,15 +11,22 @@ from typing import Any
 from eagle_train.decoding.draft_model import DraftModel
 from eagle_train.decoding.drafters import Drafter, HeadDrafter
 from eagle_train.decoding.lookahead import Lookahead
+from eagle_train.decoding.medusa import MedusaDrafter, usual_tree
 from eagle_train.decoding.prompt_lookup import PromptLookup
 from eagle_train.decoding.sampling import Sampling
 from eagle_train.decoding.shapes import Dynamic, Shape, Static
 from eagle_train.errors import UserError, nearest
 from eagle_train.evaluation.heads import open_head
 from eagle_train.heads.disk import Head
+from eagle_train.heads.medusa import MedusaHead
 from eagle_train.targets.load import Target, load_target
 
-HEAD_KINDS = {"eagle1": "eagle1", "eagle2": "eagle1", "eagle3": "eagle3"}  # method -> kind of its head
+HEAD_KINDS = {
+    "medusa": "medusa",
+    "eagle1": "eagle1",
+    "eagle2": "eagle1",
+    "eagle3": "eagle3",
+}  # method -> kind of its head
 METHODS = ("plain", "draft-model", "prompt-lookup", "lookahead", *HEAD_KINDS)
 
 
@@ -76,11 +83,23 @@ def entries_of_head(
     source = str(head) if isinstance(head, str | Path) else "as given"
     kind = loaded.config.kind
     shapes = list(shapes or [usual_shape(loaded)])
-    return [Entry(kind, source, HeadDrafter(loaded, target, s, sampling), s.figures, kind) for s in shapes]
+    return [
+        Entry(kind, source, head_drafter(loaded, target, shape, sampling), shape.figures, kind)
+        for shape in shapes
+    ]
+
+
+def head_drafter(head: Head, target: Target, shape: Shape, sampling: Sampling) -> HeadDrafter | MedusaDrafter:
+    """Return what drafts with a head of any kind."""
+    if isinstance(head, MedusaHead):
+        return MedusaDrafter(head, target, shape)
+    return HeadDrafter(head, target, shape, sampling)
 
 
 def usual_shape(head: Head) -> Shape:
-    """Return EAGLE-1's static tree for its heads, EAGLE-2's dynamic tree for EAGLE-3 heads."""
+    """Return a static tree for Medusa and EAGLE-1 heads, EAGLE-2's dynamic tree for EAGLE-3 heads."""
+    if head.config.kind == "medusa":
+        return usual_tree(head.config.medusa_heads)
     return Static() if head.config.kind == "eagle1" else Dynamic()
 
 

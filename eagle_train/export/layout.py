@@ -18,6 +18,7 @@ from torch import Tensor
 from eagle_train.errors import UserError, nearest
 from eagle_train.heads.config import HeadConfig
 from eagle_train.heads.disk import Head
+from eagle_train.heads.eagle1 import Eagle1Head
 
 ENGINES = ("vllm", "sglang", "speculators", "eagle")
 SPECULATIVE_TOKENS = 3  # what a speculators config makes vLLM guess per round, unless told otherwise
@@ -43,6 +44,7 @@ def as_served(head: Head, engine: str) -> Head:
     if head.config.kind != "eagle1" or engine == "eagle" or head.config.fc_bias == wants_bias:
         return head
     served = copy.deepcopy(head)
+    assert isinstance(served, Eagle1Head)
     weight = served.fc.weight
     bias = torch.nn.Parameter(weight.new_zeros(weight.shape[0])) if wants_bias else None
     served.fc.register_parameter("bias", bias)

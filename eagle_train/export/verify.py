@@ -17,7 +17,7 @@ from torch import Tensor
 from eagle_train.errors import UserError
 from eagle_train.export.layout import engine_config, tensor_faults
 from eagle_train.heads.config import HeadConfig, rope_of
-from eagle_train.heads.disk import CONFIG, WEIGHTS, Head, load_head
+from eagle_train.heads.disk import CONFIG, WEIGHTS, EagleHead, Head, load_head
 from eagle_train.heads.foreign import is_foreign, read_foreign
 from eagle_train.io import load_tensors, make_folder, read_json, save_tensors
 
@@ -97,6 +97,7 @@ def run_reference(head: Head, inputs: Mapping[str, Tensor]) -> Tensor:
 
     An EAGLE-1 head has no logits of its own: the target's lm_head reads what is returned here.
     """
+    assert isinstance(head, EagleHead)
     if next(head.parameters()).dtype != torch.float32:
         head = copy.deepcopy(head).float()
     embeds, positions = inputs["embeds"], inputs["positions"]

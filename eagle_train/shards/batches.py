@@ -24,7 +24,7 @@ from eagle_train.errors import UserError
 if TYPE_CHECKING:
     from eagle_train.shards.reader import ShardRow
 
-KINDS = ("eagle1", "eagle3")
+KINDS = ("eagle1", "eagle3", "medusa")
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class PackedBatch:
 
 
 def pack(documents: Sequence[ShardRow], kind: str) -> PackedBatch:
-    """Lay whole documents end to end. `kind` chooses the feature: aux (eagle3) or last (eagle1).
+    """Lay whole documents end to end. `kind` chooses the feature: aux (eagle3), last (eagle1), none (medusa).
 
     Raises UserError when the shards do not hold the feature that `kind` reads.
     """
@@ -132,6 +132,8 @@ def _cat_int(parts: list[Tensor]) -> Tensor:
 
 def _feature(document: ShardRow, kind: str) -> Tensor:
     assert kind in KINDS, kind
+    if kind == "medusa":  # reads the labels' states alone
+        return document.label_last.new_zeros(len(document.input_ids), 0)
     feature = document.aux if kind == "eagle3" else document.last_all
     if feature is None:
         raise UserError(

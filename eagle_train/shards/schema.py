@@ -66,7 +66,9 @@ def holds_all_last(features: str) -> bool:
 
 
 def holds_feature_of(kind: str, features: str) -> bool:
-    """True when shards of these `features` hold what a head of `kind` (eagle1 or eagle3) reads."""
+    """True when shards of these `features` hold what a head of `kind` reads; for medusa all do."""
+    if kind == "medusa":
+        return True
     return holds_aux(features) if kind == "eagle3" else holds_all_last(features)
 
 
