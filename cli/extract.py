@@ -26,7 +26,11 @@ def run(
     target: str = typer.Option(..., "--target", help="The target: hub id, directory or .gguf file."),
     out: Path = typer.Option(..., "--out", help="Folder for the shards; what is finished there is kept."),
     features: str = typer.Option("eagle3", "--for", help="eagle3, eagle1, medusa or all."),
-    codec: str = typer.Option("bf16", "--codec", help="How states are stored: bf16, fp32, fp8 or int8."),
+    codec: str = typer.Option(
+        "bf16",
+        "--codec",
+        help="How states are stored: bf16, fp32, fp8 or int8; of the last two fp8 is closer.",
+    ),
     dtype: str = typer.Option(
         "auto",
         "--dtype",
