@@ -1,0 +1,150 @@
+"""A run as one HTML page that needs nothing beside itself: what was trained, and its course as plots."""
+
+from __future__ import annotations
+
+import html
+import io
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from eagle_train.errors import UserError
+from eagle_train.io import read_json, write_text
+from eagle_train.training.metrics import read_metrics
+from eagle_train.training.run_folder import RECIPE, RECORD
+
+FILE = "report.html"
+Lines = Sequence[dict[str, Any]]
+
+_STYLE = """body{font:15px/1.5 system-ui,sans-serif;max-width:60rem;margin:2rem auto;color:#222}
+table{border-collapse:collapse}td,th{padding:.2rem .8rem;border-bottom:1px solid #ddd;text-align:left}
+svg{max-width:100%;height:auto}figure{margin:1.5rem 0}figcaption{color:#555}
+pre{background:#f6f6f6;padding:1rem}"""
+_FACTS = (
+    ("num_parameters", "parameters trained"),
+    ("draft_vocab_size", "draft vocabulary"),
+    ("coverage", "share of answer tokens in it"),
+    ("train_rows", "rows trained on"),
+    ("held_out_conversations", "conversations held out"),
+    ("precision", "precision"),
+    ("processes", "processes"),
+    ("init_from", "started from"),
+    ("tool_version", "eagle"),
+    ("torch_version", "torch"),
+)
+
+
+def write_page(run: str | Path) -> Path:
+    """Write run/report.html and return its path.
+
+    Raises UserError where the folder holds no run, nothing was reported yet, or matplotlib is missing.
+    """
+    folder = Path(run)
+    record = read_json(folder / RECORD, "give the --out of eagle train")
+    lines = read_metrics(folder)
+    if not lines:
+        raise UserError(f"{folder}: no step was reported yet; train first")
+    write_text(folder / FILE, page(folder, record, lines))
+    return folder / FILE
+
+
+def page(folder: Path, record: dict[str, Any], lines: Lines) -> str:
+    """Return the page of a run whose run.json is `record` and whose metrics are `lines`."""
+    try:
+        import matplotlib as _  # noqa: F401
+    except ImportError as error:
+        raise UserError("eagle report: matplotlib is not installed; pip install matplotlib") from error
+    recipe = folder / RECIPE
+    facts = [(words, record[key]) for key, words in _FACTS if record.get(key) not in (None, "")]
+    rows = "".join(f"<tr><th>{_text(words)}</th><td>{_text(_number(x))}</td></tr>" for words, x in facts)
+    body = "\n".join(
+        [
+            f"<h1>{_text(folder.resolve().name)}: {_text(record.get('recipe'))}</h1>",
+            f"<p>{_text(_course(lines))}</p><table>{rows}</table>",
+            *(_figure(caption, draw, lines) for caption, draw in _PLOTS),
+            f"<h2>Recipe</h2><pre>{_text(recipe.read_text()) if recipe.is_file() else ''}</pre>",
+        ]
+    )
+    return (
+        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>eagle train</title>'
+        f"<style>{_STYLE}</style></head>\n<body>\n{body}\n</body></html>\n"
+    )
+
+
+def _course(lines: Lines) -> str:
+    last = lines[-1]
+    taus = {line["step"]: line["tau"] for line in lines if line.get("tau")}
+    words = f"{last['step']:,} steps, {last['tokens']:,} tokens in {last['seconds'] / 60:.1f} minutes"
+    if last.get("skipped"):
+        words += f", {last['skipped']:,} steps skipped"
+    if taus:
+        best = max(taus, key=lambda step: taus[step])
+        words += f"; acceptance length {taus[best]:.3f} at step {best:,}, {taus[max(taus)]:.3f} at the last"
+    return words + "."
+
+
+def _text(value: Any) -> str:
+    return html.escape(str(value))
+
+
+def _number(value: Any) -> Any:
+    return f"{value:,}" if type(value) is int else value
+
+
+def _figure(caption: str, draw: Callable[[Any, Lines], None], lines: Lines) -> str:
+    """Draw one plot as inline SVG."""
+    from matplotlib import rc_context
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 3.2), layout="constrained")
+    axes = figure.subplots()
+    draw(axes, lines)
+    axes.set_xlabel("step")
+    axes.spines[["top", "right"]].set_visible(False)
+    if axes.get_legend_handles_labels()[1]:
+        axes.legend(frameon=False, fontsize=8)
+    picture = io.StringIO()
+    with rc_context({"svg.hashsalt": "eagle", "svg.fonttype": "none"}):
+        figure.savefig(picture, format="svg", metadata={"Date": None})
+    svg = picture.getvalue()
+    return f"<figure>{svg[svg.index('<svg') :]}<figcaption>{_text(caption)}</figcaption></figure>"
+
+
+def _series(lines: Lines, key: str, place: int | None = None) -> tuple[list[int], list[float]]:
+    """Return the steps and values at which a figure is known."""
+    found = [
+        (line["step"], line[key] if place is None else line[key][place]) for line in lines if key in line
+    ]
+    known = [(step, value) for step, value in found if value is not None]
+    return [step for step, _ in known], [value for _, value in known]
+
+
+def _per_step(key: str) -> Callable[[Any, Lines], None]:
+    def draw(axes: Any, lines: Lines) -> None:
+        width = max((len(line[key]) for line in lines if key in line), default=0)
+        for place in range(width):
+            axes.plot(*_series(lines, key, place), linewidth=1, label=f"step {place} ahead")
+        axes.set_ylabel(key)
+
+    return draw
+
+
+def _one(key: str, label: str, **style: Any) -> Callable[[Any, Lines], None]:
+    def draw(axes: Any, lines: Lines) -> None:
+        axes.plot(*_series(lines, key), linewidth=1, **style)
+        axes.set_ylabel(label)
+
+    return draw
+
+
+_PLOTS = (
+    (
+        "Acceptance length on held-out conversations, a greedy chain, predicted without decoding",
+        _one("tau", "tau", marker="o"),
+    ),
+    ("Loss of each test-time step", _per_step("loss")),
+    ("Share of rows whose first guess is the target's", _per_step("accuracy")),
+    ("Learning rate", _one("lr", "learning rate")),
+    ("Norm of the gradient before clipping", _one("grad_norm", "norm")),
+    ("Tokens per second in training, evaluations and saving left out", _one("tokens_per_second", "tokens/s")),
+)

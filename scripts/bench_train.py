@@ -1,0 +1,281 @@
+"""Tokens per second, peak memory and the share of the matrix rate of one training step, beside a naive twin.
+
+    python scripts/bench_train.py [--seconds 120] [--threads 1] [--cases 512,8192,1.0,fp32 ...] [--json]
+
+A case is length, draft vocabulary, share of rows counted, precision: one document of that length, forward,
+backward and AdamW, at the sizes of SmolLM2-135M unless --hidden and the like say otherwise. "naive" does what
+public trainers do: every row at every step, a dense mask, whole logits kept for the backward. Each case has a
+process of its own, so that its peak memory is its own; on one thread the time is the processor's, so that
+other work on the machine does not matter. The matrix rate is that of plain products of the step's shapes,
+measured in the same process; the arithmetic counted is that of counted rows alone (numerics: a row's own
+projections, its keys, its logits, the target's logits once), three times forward for forward and backward.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import resource
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from eagle_train.heads.config import HeadConfig
+from eagle_train.heads.disk import build_head
+from eagle_train.heads.eagle3 import Eagle3Head
+from eagle_train.shards.batches import PackedBatch, counted_rows, pack
+from eagle_train.shards.frozen_target import FrozenTarget
+from eagle_train.training.eagle3_step import Eagle3Step
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+CASES = [
+    "512,8192,1.0,fp32",
+    "512,8192,1.0,bf16",
+    "512,8192,0.4,bf16",
+    "512,8192,0.4,fp32",
+    "2048,8192,1.0,bf16",
+    "512,32000,1.0,bf16",
+    "4096,8192,0.4,bf16",
+    "16384,8192,0.1,bf16",
+]
+NAIVE_UP_TO = 2048  # tokens; longer ones would take most of the time
+
+
+@dataclass(frozen=True)
+class Case:
+    """One document of `length` tokens, the last `share` of whose rows count."""
+
+    length: int
+    draft_vocab: int
+    share: float
+    dtype: str
+
+    @classmethod
+    def of(cls, text: str) -> Case:
+        length, draft_vocab, share, dtype = text.split(",")
+        return cls(int(length), int(draft_vocab), float(share), dtype)
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """H, I, heads, key-value heads, head dimension, V and S of the training-time test."""
+
+    hidden: int = 576
+    intermediate: int = 1536
+    heads: int = 9
+    kv_heads: int = 3
+    head_dim: int = 64
+    vocab: int = 49152
+    steps: int = 7
+
+
+def build(case: Case, sizes: Sizes, device: str) -> tuple[Eagle3Head, FrozenTarget, PackedBatch, Tensor]:
+    """Return head, target, batch and counts of a case, all random."""
+    torch.manual_seed(0)
+    target = {
+        "hidden_size": sizes.hidden,
+        "intermediate_size": sizes.intermediate,
+        "num_hidden_layers": 30,
+        "num_attention_heads": sizes.heads,
+        "num_key_value_heads": sizes.kv_heads,
+        "head_dim": sizes.head_dim,
+        "vocab_size": sizes.vocab,
+        "max_position_embeddings": max(2048, case.length),
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e5},
+    }
+    config = HeadConfig.for_target(target, "eagle3", draft_vocab_size=case.draft_vocab)
+    ids = torch.randperm(sizes.vocab)[: case.draft_vocab].sort().values
+    head = build_head(config, ids if config.reduced_vocabulary else None)
+    assert isinstance(head, Eagle3Head)
+    dtype = DTYPES[case.dtype]
+    weights = torch.randn(sizes.vocab, sizes.hidden).mul_(0.1).to(dtype)
+    frozen = FrozenTarget(weights, weights)
+    first = max(1, round(case.length * (1 - case.share)))
+    spans = [(first, case.length - 1)]
+    labels = case.length - first
+    document = SimpleNamespace(
+        input_ids=ids[torch.randint(len(ids), (case.length,))],
+        spans=spans,
+        aux=torch.randn(case.length, 3 * sizes.hidden).to(dtype),
+        last_all=None,
+        label_last=torch.randn(labels, sizes.hidden).to(dtype),
+        label_argmax=ids[torch.randint(len(ids), (labels,))],
+        label_lse=torch.zeros(labels),
+    )
+    batch = pack([document], "eagle3").to(device)  # type: ignore[list-item]
+    counts = torch.tensor(counted_rows(spans, sizes.steps), device=device)
+    return head.to(device), frozen.to(device), batch, counts
+
+
+class Naive(nn.Module):
+    """The training-time test as public trainers have it: all rows, a dense mask, whole logits."""
+
+    def __init__(self, head: Eagle3Head, frozen: FrozenTarget, num_steps: int) -> None:
+        super().__init__()
+        self.head, self.frozen, self.num_steps = head, frozen, num_steps
+
+    def forward(self, batch: PackedBatch, counts: Tensor) -> Tensor:
+        head, n, rows = self.head, batch.num_tokens, batch.rows
+        hidden, ids = head.start(batch.feature), batch.next_ids
+        causal = torch.ones((n, n), dtype=torch.bool, device=ids.device).tril()
+        own = torch.eye(n, dtype=torch.bool, device=ids.device)
+        last = torch.zeros((n, batch.label_last.shape[1]), dtype=batch.label_last.dtype, device=ids.device)
+        last[rows[0] :][: len(batch.label_last)] = batch.label_last
+        p = self.frozen.restrict(head.draft_ids).logits(last).float().softmax(-1)  # (N, D)
+        keys: list[tuple[Tensor, Tensor]] = []
+        total = torch.zeros((), device=ids.device)
+        for step in range(self.num_steps):
+
+            def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+                keys.append((k, v))
+                seen = torch.cat([causal, *[own] * (len(keys) - 1)], dim=1)
+                together = [torch.cat(parts).transpose(0, 1)[None] for parts in zip(*keys, strict=True)]
+                every_k, every_v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in together)
+                bias = torch.zeros(seen.shape, dtype=q.dtype, device=q.device).masked_fill_(~seen, -1e30)
+                out = nn.functional.scaled_dot_product_attention(
+                    q.transpose(0, 1)[None], every_k, every_v, attn_mask=bias
+                )
+                return out[0].transpose(0, 1)
+
+            out = head(hidden, self.frozen.embed(ids), batch.position + step, attend)
+            log_q = head.logits(out, self.frozen).float().log_softmax(-1)  # (N, D)
+            loss = -(p.roll(-step - 1, 0) * log_q).sum(-1)
+            counted = rows[batch.room > step]
+            total = total + 0.8**step * loss[counted].sum() / counts[step].clamp(min=1)
+            hidden, ids = head.carry(out), ids.roll(-1)
+        return total
+
+
+def arithmetic(case: Case, sizes: Sizes) -> float:
+    """Return the operations that counted rows cost in forward and backward."""
+    h, wide = sizes.hidden, sizes.heads * sizes.head_dim
+    narrow = sizes.kv_heads * sizes.head_dim
+    first = max(1, round(case.length * (1 - case.share)))
+    rows = counted_rows([(first, case.length - 1)], sizes.steps)
+    read = case.length - 2  # rows whose keys step 0 needs
+    own = 2 * (2 * h * wide + wide * h + 3 * h * sizes.intermediate + h * case.draft_vocab)
+    step0 = read * 2 * (3 * h * h + 2 * 2 * h * narrow) + 4 * wide * sum(range(first, case.length - 1))
+    later = sum(count * 2 * 2 * 2 * h * narrow for count in rows[1:])
+    later += sum(4 * wide * sum(range(first, first + count)) for count in rows[1:])
+    teacher = 2 * (case.length - first) * h * case.draft_vocab
+    return 3 * (sum(rows) * own + step0 + later) + teacher
+
+
+def best_time(work: Callable[[], Any], seconds: float, clock: Callable[[], float], device: str) -> float:
+    """Return the shortest time of `work` over repeats that fill `seconds`, after one to warm up."""
+    work()
+    found, begun = float("inf"), time.monotonic()
+    while found == float("inf") or time.monotonic() - begun < seconds:
+        _wait(device)
+        started = clock()
+        work()
+        _wait(device)
+        found = min(found, clock() - started)
+    return found
+
+
+def _wait(device: str) -> None:
+    if device == "cuda":
+        torch.cuda.synchronize()
+
+
+def matrix_rate(case: Case, sizes: Sizes, clock: Callable[[], float], device: str) -> float:
+    """Return operations per second of products of the step's shapes, weighted as the step has them."""
+    dtype, rows = DTYPES[case.dtype], min(case.length, 2048)
+    spent = operations = 0.0
+    for width, out in ((sizes.hidden, case.draft_vocab), (sizes.hidden, 2 * sizes.intermediate)):
+        left = torch.randn(rows, width, device=device).to(dtype)
+        right = torch.randn(out, width, device=device).to(dtype)
+        spent += best_time(lambda x=left, y=right: x @ y.T, 0.3, clock, device)  # type: ignore[misc]
+        operations += 2 * rows * width * out
+    return operations / spent
+
+
+def measure(case: Case, sizes: Sizes, naive: bool, seconds: float, device: str = "cpu") -> dict[str, float]:
+    """Return tokens_per_second, peak_gib and share_of_matrix_rate of one case in this process."""
+    one_thread = device == "cpu" and torch.get_num_threads() == 1
+    clock = time.process_time if one_thread else time.perf_counter
+    rate = matrix_rate(case, sizes, clock, device)
+    head, frozen, batch, counts = build(case, sizes, device)
+    optimizer = torch.optim.AdamW(head.parameters(), lr=1e-5, fused=True)
+    step: nn.Module
+    step = Naive(head, frozen, sizes.steps) if naive else Eagle3Step(head, frozen, num_steps=sizes.steps)
+
+    def train() -> None:
+        with torch.autocast(device, dtype=torch.bfloat16, enabled=case.dtype == "bf16"):
+            result = step(batch, counts)
+        (result if naive else result.loss).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    if device == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    spent = best_time(train, seconds, clock, device)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+    if device == "cuda":
+        peak = torch.cuda.max_memory_allocated() / 2**30
+    return {
+        "tokens_per_second": case.length / spent,
+        "peak_gib": peak,
+        "share_of_matrix_rate": arithmetic(case, sizes) / spent / rate,
+        "matrix_gflops": rate / 1e9,
+    }
+
+
+def _apart(text: str, naive: bool, given: argparse.Namespace) -> dict[str, float]:
+    """Measure one case in a process of its own."""
+    words = [sys.executable, __file__, "--cases", text, "--threads", str(given.threads), "--alone"]
+    words += ["--repeat-seconds", str(given.repeat_seconds), "--sizes", *map(str, given.sizes)]
+    done = subprocess.run([*words, *(["--naive"] if naive else [])], capture_output=True, text=True)
+    if done.returncode:
+        raise SystemExit(f"{text}: {done.stderr.strip().splitlines()[-1]}")
+    return json.loads(done.stdout)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--seconds", type=float, default=120, help="begin no case past this")
+    parser.add_argument("--repeat-seconds", type=float, default=2.0)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--cases", nargs="+", default=CASES)
+    parser.add_argument("--sizes", nargs=7, type=int, default=list(vars(Sizes()).values()))
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--naive", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--alone", action="store_true", help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    if given.alone:
+        torch.set_num_threads(given.threads)
+        case, sizes = Case.of(given.cases[0]), Sizes(*given.sizes)
+        print(json.dumps(measure(case, sizes, given.naive, given.repeat_seconds)))
+        return
+    begun, report = time.monotonic(), []
+    if not given.json:
+        print("length, vocabulary, counted, dtype       tokens/s  peak GiB  of matrix rate")
+    for text in given.cases:
+        for naive in (False, True):
+            if time.monotonic() - begun > given.seconds or (naive and Case.of(text).length > NAIVE_UP_TO):
+                continue
+            found = {"case": text, "naive": naive, **_apart(text, naive, given)}
+            report.append(found)
+            if not given.json:
+                name = f"{text}{' naive' if naive else ''}"
+                print(
+                    f"{name:38} {found['tokens_per_second']:9,.0f} {found['peak_gib']:9.2f} "
+                    f"{found['share_of_matrix_rate']:9.2f}   ({found['matrix_gflops']:.0f} Gflop/s)",
+                    flush=True,
+                )
+    if given.json:
+        print(json.dumps(report))
+
+
+if __name__ == "__main__":
+    main()
