@@ -14,7 +14,7 @@ from eagle_train.heads.config import HeadConfig
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _METHODS = {
-    "vllm": {"eagle1": "eagle", "eagle3": "eagle3"},
+    "vllm": {"eagle1": "eagle", "eagle3": "eagle3", "medusa": "medusa"},
     "speculators": {"eagle3": "eagle3"},
     "sglang": {"eagle1": "EAGLE", "eagle3": "EAGLE3"},
 }
@@ -22,8 +22,8 @@ _TITLES = {**NAMES, "speculators": "vLLM (speculators layout)"}
 GUESSES = 3  # per round; a chain of 3 suits most heads when many requests share the machine
 
 
-def serve_command(engine: str, kind: str, target: str, head: str, dtype: str) -> str:
-    """Return the shell command that serves `target` with the exported `head` in a chain of 3 guesses.
+def serve_command(engine: str, kind: str, target: str, head: str, dtype: str, guesses: int = GUESSES) -> str:
+    """Return the shell command that serves `target` with the exported `head` in a chain of `guesses`.
 
     `dtype` (float32, bfloat16, float16) is said outright: an engine's own choice for a float32
     checkpoint is half precision. EAGLE's repository has no server: its command loads the pair in Python.
@@ -37,13 +37,13 @@ def serve_command(engine: str, kind: str, target: str, head: str, dtype: str) ->
         return f"python -c {shlex.quote(code)}"
     method = _METHODS[engine][kind]
     if engine in ("vllm", "speculators"):
-        setting = json.dumps({"method": method, "model": head, "num_speculative_tokens": GUESSES})
+        setting = json.dumps({"method": method, "model": head, "num_speculative_tokens": guesses})
         return f"vllm serve {shlex.quote(target)} --dtype {dtype} --speculative-config {shlex.quote(setting)}"
     return (
         f"python -m sglang.launch_server --model-path {shlex.quote(target)} --dtype {dtype} "
         f"--speculative-algorithm {method} --speculative-draft-model-path {shlex.quote(head)} "
-        f"--speculative-num-steps {GUESSES} --speculative-eagle-topk 1 "
-        f"--speculative-num-draft-tokens {GUESSES + 1}"
+        f"--speculative-num-steps {guesses} --speculative-eagle-topk 1 "
+        f"--speculative-num-draft-tokens {guesses + 1}"
     )
 
 
@@ -54,7 +54,7 @@ def model_card(record: dict[str, Any], config: HeadConfig, folder: str, commands
     front = ["---", *([f"base_model: {target}"] if is_hub_id(target) else [])]
     front += ["pipeline_tag: text-generation", "tags:"]
     front += [*(f"- {tag}" for tag in tags), "---"]
-    kind = "EAGLE-3" if config.kind == "eagle3" else "EAGLE-1"
+    kind = {"eagle1": "EAGLE-1", "eagle3": "EAGLE-3", "medusa": "Medusa"}[config.kind]
     lines = [
         *front,
         "",
@@ -90,6 +90,8 @@ def is_hub_id(target: str) -> bool:
 
 def _facts(record: dict[str, Any], config: HeadConfig) -> list[str]:
     facts = [f"dtype: {config.dtype}", f"longest text: {config.max_position_embeddings:,} tokens"]
+    if config.kind == "medusa":
+        facts = [facts[0], f"heads: {config.medusa_heads}, each one token further ahead"]
     if config.kind == "eagle3":
         layers = ", ".join(f"hs[{k}]" for k in config.feature_layers)
         facts.append(f"captured layers: {layers} (hs[k] enters target layer k)")

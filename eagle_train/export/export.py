@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from eagle_train.errors import UserError
-from eagle_train.export.card import is_hub_id, model_card, serve_command
+from eagle_train.export.card import GUESSES, is_hub_id, model_card, serve_command
 from eagle_train.export.folder import PROVENANCE, check_free, folder_bytes, made_by, replacing_folder
 from eagle_train.export.layout import as_served, check_engine, engine_config, engine_tensors
 from eagle_train.export.refusals import refusals
@@ -146,6 +146,7 @@ def _provenance(
         "refused": refused,
         "kind": config.kind,
         "dtype": config.dtype,
+        "guesses": config.medusa_heads or GUESSES,
         "target": {
             "name": config.target,
             "revision": target.revision,
@@ -165,10 +166,10 @@ def _provenance(
 
 def _commands(record: dict[str, Any], target: str, head: str) -> dict[str, str]:
     """Return the serve command of each engine that loads the export at `head`, in the target's own dtype."""
-    served = record["target"]["dtype"]
+    served, guesses = record["target"]["dtype"], record["guesses"]
     dtype = served if served in map(_long, DTYPES.values()) else record["dtype"]
     return {
-        engine: serve_command(engine, record["kind"], target or "TARGET", head, dtype)
+        engine: serve_command(engine, record["kind"], target or "TARGET", head, dtype, guesses)
         for engine in record["engines"]
     }
 

@@ -8,6 +8,7 @@ serves at an acceptance length of 1 without a word.
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -58,6 +59,8 @@ def engine_config(config: HeadConfig, engine: str) -> dict[str, Any]:
     EAGLE-1 in vLLM goes by the plain Llama name; vLLM puts its own prefix before it. EAGLE's repository
     takes an absent ``bias`` for true.
     """
+    if config.kind == "medusa":
+        return _medusa_config(config)
     if engine == "speculators":
         return _speculators_config(config)
     value = config.to_json()
@@ -66,6 +69,22 @@ def engine_config(config: HeadConfig, engine: str) -> dict[str, Any]:
     if engine == "eagle":
         value["bias"] = config.fc_bias
     return value
+
+
+def _medusa_config(config: HeadConfig) -> dict[str, Any]:
+    """Return vLLM's Medusa config. No other key may hold ``num``: its reader renames those at sight."""
+    return {
+        "architectures": ["MedusaModel"],
+        "model_type": "medusa",
+        "hidden_size": config.hidden_size,
+        "vocab_size": config.vocab_size,
+        "truncated_vocab_size": config.vocab_size,
+        "num_heads": config.medusa_heads,
+        "num_hidden_layers": 1,
+        "medusa_fc_bias": True,
+        "torch_dtype": config.dtype,
+        "dtype": config.dtype,
+    }
 
 
 def _speculators_config(config: HeadConfig) -> dict[str, Any]:
@@ -106,17 +125,24 @@ def _speculators_config(config: HeadConfig) -> dict[str, Any]:
 
 
 def engine_tensors(tensors: Mapping[str, Tensor], engine: str) -> dict[str, Tensor]:
-    """Return a head's tensors under the engine's names: speculators numbers the first layer."""
+    """Return a head's tensors under the engine's names.
+
+    speculators numbers the first layer; vLLM's Medusa blocks could have several layers.
+    """
     return {_engine_name(name, engine): tensor for name, tensor in tensors.items()}
 
 
 def _engine_name(name: str, engine: str) -> str:
-    return name.replace("midlayer.", "layers.0.") if engine == "speculators" else name
+    if engine == "speculators":
+        return name.replace("midlayer.", "layers.0.")
+    return re.sub(r"^(blocks\.\d+)\.", r"\1.layers.0.", name)
 
 
 def wanted_tensors(config: HeadConfig, engine: str) -> dict[str, tuple[int, ...]]:
     """Return name and shape of every tensor that `engine` loads for such a head."""
     hidden = config.hidden_size
+    if config.kind == "medusa":
+        return _medusa_tensors(config, engine)
     if config.kind == "eagle1":
         wanted: dict[str, tuple[int, ...]] = {"fc.weight": (hidden, 2 * hidden)}
         if engine == "sglang" or (engine == "eagle" and config.fc_bias):
@@ -141,6 +167,16 @@ def wanted_tensors(config: HeadConfig, engine: str) -> dict[str, tuple[int, ...]
         wanted |= {f"fc_norm.{i}.weight": (width,) for i in range(config.num_features)}
     if config.reduced_vocabulary:
         wanted |= {"d2t": (config.draft_vocab_size,), "t2d": (config.vocab_size,)}
+    return {_engine_name(name, engine): shape for name, shape in wanted.items()}
+
+
+def _medusa_tensors(config: HeadConfig, engine: str) -> dict[str, tuple[int, ...]]:
+    hidden = config.hidden_size
+    wanted: dict[str, tuple[int, ...]] = {}
+    for i in range(config.medusa_heads):
+        wanted[f"blocks.{i}.weight"] = (hidden, hidden)
+        wanted[f"blocks.{i}.bias"] = (hidden,)
+        wanted[f"lm_heads.{i}.weight"] = (config.draft_vocab_size, hidden)
     return {_engine_name(name, engine): shape for name, shape in wanted.items()}
 
 

@@ -34,7 +34,7 @@ def refusals(head: Head, engine: str, num_target_layers: int | None) -> list[str
     """
     config, name = head.config, NAMES[engine]
     if isinstance(head, MedusaHead):
-        return ["kind medusa: heads of this kind are for eagle eval; no engine's layout is written for them"]
+        return _medusa(config, engine)
     if engine == "speculators" and config.kind != "eagle3":
         return [
             f"kind {config.kind}: vLLM reads EAGLE-3 heads alone in the speculators layout; use --engine vllm"
@@ -42,8 +42,6 @@ def refusals(head: Head, engine: str, num_target_layers: int | None) -> list[str
     found = [
         f"{switch}: {name} does not compute it" for switch in _IGNORES[engine] if getattr(config, switch)
     ]
-    if config.qk_norm:
-        found.append(f"qk_norm: {name} has no norms on a head's queries and keys")
     if config.attention_bias and engine in ("sglang", "eagle"):
         found.append(f"attention_bias: {name} drops the biases of q, k, v and o")
     if config.sliding_window is not None and not (
@@ -63,6 +61,16 @@ def refusals(head: Head, engine: str, num_target_layers: int | None) -> list[str
     if engine == "eagle":
         found += _repository(config)
     return found
+
+
+def _medusa(config: HeadConfig, engine: str) -> list[str]:
+    if engine != "vllm":
+        return [f"kind medusa: {NAMES[engine]} runs no Medusa heads; use --engine vllm"]
+    if config.reduced_vocabulary:
+        return [
+            f"draft_vocab_size is {config.draft_vocab_size}: vLLM's Medusa heads guess all tokens or none"
+        ]
+    return []
 
 
 def _layers(config: HeadConfig, engine: str, depth: int | None) -> Iterator[str]:

@@ -17,18 +17,22 @@ from torch import Tensor
 from eagle_train.errors import UserError
 from eagle_train.export.layout import engine_config, tensor_faults
 from eagle_train.heads.config import HeadConfig, rope_of
-from eagle_train.heads.disk import CONFIG, WEIGHTS, EagleHead, Head, load_head
+from eagle_train.heads.disk import CONFIG, WEIGHTS, Head, load_head
 from eagle_train.heads.foreign import is_foreign, read_foreign
+from eagle_train.heads.medusa import MedusaHead
 from eagle_train.io import load_tensors, make_folder, read_json, save_tensors
 
 REFERENCE_FOLDER, REFERENCE = "check", "reference.safetensors"
-_OUTPUTS = {"eagle1": "states", "eagle3": "logits"}
+_OUTPUTS = {"eagle1": "states", "eagle3": "logits", "medusa": "logits"}
 
 _MEANING = (
     "features: captured target layers side by side, low to high, one row per token, read at step 0; embeds: "
     "[step, row, hidden], embedding of the token after each row; positions: RoPE position of each row at "
     "step 0, one more at step 1; {outputs}: of steps 0 and 1, in float32 from the weights as stored; rows "
     "attend causally to the rows of their own step; step 1 reads at each row what step 0 put out there"
+)
+_MEDUSA = (
+    "features: the target's last states; logits: of every head on them, in float32 from weights as stored"
 )
 _ROWS = 8
 _FARTHEST = 4096  # positions up to here; the cosine table grows with the largest
@@ -70,7 +74,7 @@ def write_reference(folder: Path, head: Head) -> None:
     Not beside the weights: engines load every safetensors file there as weights.
     """
     inputs, name = reference_inputs(head.config), _OUTPUTS[head.config.kind]
-    meaning = _MEANING.format(outputs=name)
+    meaning = _MEDUSA if head.config.kind == "medusa" else _MEANING.format(outputs=name)
     tensors = inputs | {name: run_reference(head, inputs)}
     save_tensors(make_folder(folder / REFERENCE_FOLDER) / REFERENCE, tensors, {"meaning": meaning})
 
@@ -78,6 +82,8 @@ def write_reference(folder: Path, head: Head) -> None:
 def reference_inputs(config: HeadConfig) -> dict[str, Tensor]:
     """Return fixed random inputs of a causal text of a few rows: features, embeds of two steps, positions."""
     generator = torch.Generator().manual_seed(0)
+    if config.kind == "medusa":
+        return {"features": torch.randn(_ROWS, config.hidden_size, generator=generator)}
     last = min(config.max_position_embeddings, _FARTHEST) - 2
     return {
         "features": torch.randn(_ROWS, config.feature_width, generator=generator),
@@ -95,11 +101,14 @@ def reference_outputs(head: Head) -> Tensor:
 def run_reference(head: Head, inputs: Mapping[str, Tensor]) -> Tensor:
     """Run two steps in float32: [2, rows, D] logits, or [2, rows, H] for EAGLE-1.
 
-    An EAGLE-1 head has no logits of its own: the target's lm_head reads what is returned here.
+    An EAGLE-1 head has no logits of its own: the target's lm_head reads what is returned here. Medusa heads
+    run once, all on the same states: [heads, rows, D].
     """
-    assert isinstance(head, EagleHead)
     if next(head.parameters()).dtype != torch.float32:
         head = copy.deepcopy(head).float()
+    if isinstance(head, MedusaHead):
+        states, heads = inputs["features"], range(head.config.medusa_heads)
+        return torch.stack([head.lm_heads[i](head(states, i)) for i in heads])
     embeds, positions = inputs["embeds"], inputs["positions"]
     attend = partial(_attend, head.config.sliding_window)
     out = head(head.start(inputs["features"]), embeds[0], positions, attend)  # (rows, F) -> (rows, H)
@@ -131,6 +140,8 @@ def _config_faults(path: Path, config: HeadConfig, engine: str) -> list[str]:
         for key in dict.fromkeys([*meant, *found])
         if (key in found, found.get(key)) != (key in meant, meant.get(key))  # null is not absent
     ]
+    if config.kind == "medusa":  # whose config transformers does not know
+        return faults
     layer = meant.get("transformer_layer_config", meant)
     read = LlamaConfig.from_dict(found.get("transformer_layer_config", found)).to_dict()
     if rope_of(read) != config.rope_parameters:

@@ -60,6 +60,8 @@ def resolve(
     the option that answers it.
     """
     reader = _Reader(value, where)
+    if tensors.kind == "medusa":
+        return _medusa(reader, tensors)
     kind, weights = tensors.kind, tensors.weights
     layout = _layout(reader, kind, tensors.numbered_first)
     of_kind = dict.fromkeys(_OF_EAGLE3, kind == "eagle3")
@@ -102,6 +104,32 @@ def resolve(
         return Resolved(HeadConfig(**values), layout, notes)
     values |= _eagle3(reader, tensors, told, depth, layout, notes)
     return Resolved(HeadConfig(**values), layout, notes)
+
+
+def _medusa(reader: _Reader, tensors: ForeignTensors) -> Resolved:
+    """Sizes come from the weights: configs of Medusa heads name few. Layers and attention mean nothing."""
+    output_maps = [value for name, value in tensors.weights.items() if name.startswith("lm_heads.")]
+    vocabulary, hidden = output_maps[0].shape
+    said = reader.get("vocab_size")
+    if reader.get("original_lm_head") or (said is not None and said != vocabulary):
+        raise UserError(
+            f"{reader.where}: Medusa heads over {vocabulary} of {said} tokens, or with the target's lm_head: "
+            "eagle reads those with a whole lm_head each"
+        )
+    config = HeadConfig(
+        kind="medusa",
+        hidden_size=hidden,
+        intermediate_size=hidden,
+        num_attention_heads=1,
+        num_key_value_heads=1,
+        head_dim=hidden,
+        vocab_size=vocabulary,
+        draft_vocab_size=vocabulary,
+        max_position_embeddings=reader.get("max_position_embeddings") or 2048,
+        rope_parameters={"rope_type": "default", "rope_theta": _PLAIN_BASE},
+        medusa_heads=len(output_maps),
+    )
+    return Resolved(config, "Medusa")
 
 
 class _Reader:

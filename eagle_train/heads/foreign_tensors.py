@@ -38,7 +38,6 @@ _NOT_COMPUTED = {
     "pre_lm_head_layernorm": "a norm before lm_head",
     "eh_proj": "a head of the MTP kind",
     "lora_": "low-rank adapters",
-    "medusa": "a Medusa head",
 }
 
 
@@ -98,6 +97,8 @@ def to_our_names(stored: dict[str, Tensor], where: str) -> ForeignTensors:
     maps: dict[str, Tensor] = {name: weights.pop(name) for name in ("d2t", "t2d") if name in weights}
     embedding = weights.pop("embed_tokens.weight", None)
     numbered_first = not any(name.startswith("midlayer.") for name in weights)
+    if any(name.startswith("lm_heads.") for name in weights):
+        return ForeignTensors("medusa", _one_layer_each(weights, where), maps, embedding, None, False)
     if any(name.endswith(".hidden_norm.weight") for name in weights):
         kind = "eagle3"
         weights = {_layer_of_eagle3(name, numbered_first): value for name, value in weights.items()}
@@ -125,6 +126,10 @@ def common_dtype(weights: dict[str, Tensor], where: str) -> torch.dtype:
 
 
 def _renamed(name: str) -> str:
+    name = name.removeprefix("medusa_heads.")
+    if found := re.fullmatch(r"(\d+)\.(\d+)\.(linear\.)?(weight|bias)", name):  # Medusa's own repository
+        head, layer, linear, what = found.groups()
+        return f"blocks.{head}.layers.{layer}.{what}" if linear else f"lm_heads.{head}.{what}"
     for old, new in _RENAMED.items():
         if name.startswith(old):
             return new + name.removeprefix(old)
@@ -138,6 +143,19 @@ def _layer_of_eagle3(name: str, numbered_first: bool) -> str:
         return name
     number, rest = int(found[1]), name[found.end() :]
     return f"midlayer.{rest}" if number == 0 else f"layers.{number - 1}.{rest}"
+
+
+def _one_layer_each(weights: dict[str, Tensor], where: str) -> dict[str, Tensor]:
+    """Return Medusa's weights with blocks of one layer, whose bias is zeros where there is none."""
+    found = {}
+    for name, value in weights.items():
+        block = re.fullmatch(r"(blocks\.\d+)\.layers\.(\d+)\.(weight|bias)", name)
+        if block and block[2] != "0":
+            raise UserError(f"{where}: {name}: Medusa blocks of several layers, eagle computes one")
+        found[f"{block[1]}.{block[3]}" if block else name] = value
+        if block and block[3] == "weight":
+            found.setdefault(f"{block[1]}.bias", value.new_zeros(len(value)))
+    return found
 
 
 def _complete_biases(weights: dict[str, Tensor]) -> None:

@@ -89,6 +89,19 @@ _LLAMA3 = {
 _EAGLE1_VLLM = {"architectures": ["LlamaForCausalLM"]}
 _EAGLE1_SGLANG = {"architectures": ["LlamaForCausalLMEagle"]}
 
+_MEDUSA = {
+    "architectures": ["MedusaModel"],
+    "model_type": "medusa",
+    "hidden_size": 32,
+    "vocab_size": 96,
+    "truncated_vocab_size": 96,
+    "num_heads": 2,
+    "num_hidden_layers": 1,
+    "medusa_fc_bias": True,
+    "torch_dtype": "bfloat16",
+    "dtype": "bfloat16",
+}
+
 _CASES: dict[str, tuple[str, str, dict[str, Any], dict[str, tuple[int, ...]], dict[str, Any]]] = {
     "eagle3": ("eagle3", "vllm", {}, _EAGLE3, _IDS),
     "eagle3 for sglang": ("eagle3", "sglang", {}, _EAGLE3, _IDS),
@@ -125,6 +138,17 @@ _CASES: dict[str, tuple[str, str, dict[str, Any], dict[str, tuple[int, ...]], di
     "eagle1 for vllm": ("eagle1", "vllm", {}, _EAGLE1, _EAGLE1_VLLM),
     "eagle1 for sglang": ("eagle1", "sglang", {}, {**_EAGLE1, "fc.bias": (32,)}, _EAGLE1_SGLANG),
     "eagle1, llama3 rope": ("eagle1", "vllm", {"llama3": True}, _EAGLE1, {**_EAGLE1_VLLM, **_LLAMA3}),
+    "medusa": (
+        "medusa",
+        "vllm",
+        {"medusa_heads": 2},
+        {
+            **{f"blocks.{i}.layers.0.weight": (32, 32) for i in range(2)},
+            **{f"blocks.{i}.layers.0.bias": (32,) for i in range(2)},
+            **{f"lm_heads.{i}.weight": (96, 32) for i in range(2)},
+        },
+        {},
+    ),
     "eagle1, two layers": (
         "eagle1",
         "vllm",
@@ -146,10 +170,13 @@ def test_files_hold_exactly_what_the_engine_loads(case, head_dir, tmp_path):
     assert all(tensor.dtype == kinds.get(name, torch.bfloat16) for name, tensor in stored.items())
     assert metadata == {"format": "pt"}
     written = json.loads((out / "config.json").read_text())
-    own = written.pop("eagle_train")
-    assert own["kind"] == kind
-    extra = {"attention_bias": False, "mlp_bias": False}
-    assert written == {**_SIZES, **extra, **config}
+    if kind == "medusa":
+        assert written == _MEDUSA
+    else:
+        own = written.pop("eagle_train")
+        assert own["kind"] == kind
+        extra = {"attention_bias": False, "mlp_bias": False}
+        assert written == {**_SIZES, **extra, **config}
     assert sorted(entry.name for entry in out.iterdir()) == [
         "README.md",
         "check",
@@ -258,6 +285,21 @@ def test_an_engine_that_reads_only_the_directory_computes_the_trained_logits(
             ours = torch.stack([first, second])
             ours = head.lm_head(head.final(ours)) if kind == "eagle3" else ours
         torch.testing.assert_close(ours, engine_outs, rtol=1e-4, atol=1e-5)
+
+
+def test_medusa_heads_are_each_a_block_and_an_output_map(head_dir, tmp_path):
+    made = export(head_dir("medusa", medusa_heads=2), tmp_path / "out", engine="vllm", dtype="keep")
+    assert '"method": "medusa", "model": ' in made["serve"]["vllm"]
+    assert '"num_speculative_tokens": 2' in made["serve"]["vllm"]
+    w, _ = load_tensors(tmp_path / "out" / "model.safetensors")
+    reference, _ = load_tensors(tmp_path / "out" / "check" / "reference.safetensors")
+    x = reference["features"]
+    for i in range(2):
+        block = x @ w[f"blocks.{i}.layers.0.weight"].T + w[f"blocks.{i}.layers.0.bias"]
+        logits = (x + block * block.sigmoid()) @ w[f"lm_heads.{i}.weight"].T
+        torch.testing.assert_close(logits, reference["logits"][i], rtol=1e-4, atol=1e-5)
+    read = read_any(tmp_path / "out")
+    assert (read.config.kind, read.config.medusa_heads) == ("medusa", 2)
 
 
 def test_the_reference_file_holds_inputs_and_what_an_engine_makes_of_them(head_dir, tmp_path):

@@ -117,6 +117,7 @@ def test_provenance_names_what_the_export_was_made_from(head_dir, tmp_path):
         "refused": {},
         "kind": "eagle3",
         "dtype": "bfloat16",
+        "guesses": 3,
         "target": {"name": target, "revision": None, "fingerprint": None, "dtype": "bfloat16"},
         "source": {
             "run": None,

@@ -44,6 +44,13 @@ def _only(folder: Path, *names: str) -> None:
         ("eagle3", "vllm", {"qk_norm": True}, "qk_norm: vLLM does not compute it"),
         ("eagle3", "sglang", {"sliding_window": 9}, "sliding_window is 9: SGLang would attend to everything"),
         ("eagle1", "vllm", {"sliding_window": 9}, "sliding_window is 9: vLLM would attend to everything"),
+        ("medusa", "sglang", {"medusa_heads": 2}, "kind medusa: SGLang runs no Medusa heads"),
+        (
+            "medusa",
+            "vllm",
+            {"medusa_heads": 2, "draft_vocab_size": 40},
+            "draft_vocab_size is 40: vLLM's Medusa",
+        ),
         ("eagle1", "speculators", {}, "kind eagle1: vLLM reads EAGLE-3 heads alone"),
         ("eagle3", "eagle", {"fc_norm": True}, "fc_norm: EAGLE's repository does not compute it"),
         ("eagle3", "eagle", {"norm_output": True}, "norm_output: EAGLE's repository"),

@@ -304,6 +304,36 @@ def test_an_eagle1_head_of_every_layout_computes_its_own_states(case, tmp_path):
     assert_same(read.head, Forward(tensors, prefix, **how))
 
 
+@pytest.mark.parametrize("layout", ["vLLM", "Medusa's own"])
+def test_medusa_heads_of_both_layouts_compute_their_own_logits(layout, tmp_path):
+    generator = torch.Generator().manual_seed(4)
+    blocks = [torch.randn(H, H, generator=generator) * H**-0.5 for _ in range(3)]
+    biases = [torch.randn(H, generator=generator) for _ in range(3)]
+    maps = [torch.randn(V, H, generator=generator) for _ in range(3)]
+    names = ("blocks.{}.layers.0.weight", "blocks.{}.layers.0.bias", "lm_heads.{}.weight")
+    config: dict[str, Any] = {"model_type": "medusa", "num_heads": 3, "vocab_size": V, "hidden_size": H}
+    if layout != "vLLM":
+        names = ("{}.0.linear.weight", "{}.0.linear.bias", "{}.1.weight")
+        config = {"medusa_num_heads": 3, "medusa_num_layers": 1, "base_model_name_or_path": "lmsys/vicuna-7b"}
+    tensors = {
+        name.format(i): value[i]
+        for name, value in zip(names, (blocks, biases, maps), strict=True)
+        for i in range(3)
+    }
+    head = read_foreign(write(tmp_path / "head", config, tensors)).head
+    assert (head.config.kind, head.config.medusa_heads, head.config.vocab_size) == ("medusa", 3, V)
+    x = torch.randn(5, H, generator=generator)
+    for i in range(3):
+        block = x @ blocks[i].T + biases[i]
+        got = head.logits(head(x, i), None, i)
+        torch.testing.assert_close(got, (x + block * block.sigmoid()) @ maps[i].T, rtol=1e-4, atol=1e-5)
+    deeper = tensors | {
+        names[0].format(1).replace("0.linear", "1.linear").replace("layers.0", "layers.1"): blocks[0].clone()
+    }
+    with pytest.raises(UserError, match="Medusa blocks of several layers"):
+        read_foreign(write(tmp_path / "deeper", config, deeper))
+
+
 def test_a_second_layer_is_numbered_from_the_first(tmp_path):
     tensors = eagle3_tensors("layers.0") | random_tensors("layers.1", H, seed=5)
     tensors["layers.1.input_layernorm.weight"] = torch.linspace(0.5, 1.5, H)
