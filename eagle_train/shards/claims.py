@@ -112,14 +112,18 @@ class Claims:
 
 
 def take_in_turn(
-    claims: Claims, todo: Sequence[int], is_there: Callable[[int], bool], look: float = _LOOK
+    claims: Claims,
+    todo: Sequence[int],
+    is_there: Callable[[int], bool],
+    waiting: Callable[[int], None] = lambda count: None,
+    look: float = _LOOK,
 ) -> Iterator[int]:
     """Yield the shards of `todo` that this worker is to make, each claimed; end when all are there.
 
-    Towards the end it waits for other workers, and takes over from those that are gone. The caller
-    releases each claim once the shard is written.
+    Towards the end it waits for other workers, and takes over from those that are gone; `waiting` is told
+    once for how many shards. The caller releases each claim once the shard is written.
     """
-    left = list(todo)
+    left, told = list(todo), False
     while left:
         others = []
         for number in left:
@@ -133,6 +137,9 @@ def take_in_turn(
                 yield number
         left = [number for number in others if not is_there(number)]
         if left:
+            if not told:
+                waiting(len(left))
+                told = True
             time.sleep(look)
 
 

@@ -188,13 +188,21 @@ def _work(
         todo = [number for number, bad in enumerate(finished) if bad is None]
         if not todo:
             return [], 0.0
-        _reopen(folder)
+        if distributed.is_main():  # which writes it again at the end
+            _reopen(folder)
         skipped = sum(bad for bad in finished if bad is not None)
         done: list[int] = []
         waited = 0.0
         writing: Future[int] | None = None
         seen = Peers(folder, plan, todo)
         total = sum(plan.shards[number].tokens for number in todo)
+
+        def is_there(number: int) -> bool:
+            return finished_shard(folder, plan, number) is not None
+
+        def waiting(count: int) -> None:
+            if show:
+                print(f"extract: waiting for {count} shards that other workers have begun", file=sys.stderr)
 
         def write(buffer: ShardBuffer, most_bad: int) -> int:
             bad = buffer.finish(folder, most_bad)
@@ -206,9 +214,7 @@ def _work(
             progress("extract", total, "tokens", show) as shown,
             ThreadPoolExecutor(1) as writer,
         ):
-            for number in take_in_turn(
-                claims, todo, lambda number: finished_shard(folder, plan, number) is not None
-            ):
+            for number in take_in_turn(claims, todo, is_there, waiting):
                 _sweep(folder, number)
                 seen.forget(number)
                 check = not done and distributed.is_main()

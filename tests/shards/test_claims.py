@@ -109,14 +109,16 @@ def test_a_worker_waits_for_the_shards_of_others_and_takes_over_from_the_dead(tm
 
     thread = threading.Thread(target=finish_later)
     thread.start()
-    done = []
+    done: list[int] = []
+    told: list[int] = []
     with Claims(tmp_path, expires=0.3) as claims:
-        for number in take_in_turn(claims, range(4), made.__contains__, look=0.05):
+        for number in take_in_turn(claims, range(4), made.__contains__, told.append, look=0.05):
             done.append(number)
             made.add(number)
             claims.release(number)
     thread.join()
     assert done == [0, 3, 1]
+    assert told == [2]
 
 
 _WORKER = """

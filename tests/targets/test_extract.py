@@ -127,7 +127,7 @@ def test_another_number_of_workers_goes_on_where_the_first_stopped(
     kept = {name: (tmp_path / "shared" / name).stat().st_mtime_ns for name in _shards(tmp_path / "shared")}
     assert 1 < len(kept) < 7
     monkeypatch.setenv("WORLD_SIZE", "3")
-    for rank in ("2", "0"):  # the first does all there is to do, the main one writes the manifest
+    for rank in ("2", "0", "1"):  # the first does all there is to do, the main one writes the manifest
         monkeypatch.setenv("RANK", rank)
         summary = run("shared")
         assert summary["shards_done_here"] == (7 - len(kept) if rank == "2" else 0)
@@ -211,6 +211,18 @@ def test_a_manifest_that_no_longer_holds_is_taken_away_at_once(
         run()
     with pytest.raises(UserError, match="extraction is not finished"):
         open_shards(tmp_path / "out")
+
+
+def test_a_late_worker_does_not_take_away_the_manifest_that_the_main_one_wrote(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run()
+    before = _bytes(tmp_path / "out")
+    (tmp_path / "out" / "shard-00006.safetensors").unlink()  # as it was when the late one looked
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "1")
+    assert run()["shards_done_here"] == 1
+    assert _bytes(tmp_path / "out") == before
 
 
 def test_finished_work_is_not_done_again(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
