@@ -6,13 +6,14 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready-$(subst =,_,$(TORCH))
 
-.PHONY: help setup demo test test-slow check lint types layers format clean
+.PHONY: help setup demo test test-slow check lint types layers format clean serve-check
 
 help:
 	@echo "make demo       set up, then run the whole chain on the built-in small model (about 15 minutes, 2 cores)"
 	@echo "make test       set up, then run the tests (under 10 minutes)"
 	@echo "make test-slow  the long trials (under 45 minutes)"
 	@echo "make check      lint, types, layering and the tests"
+	@echo "make serve-check  HEAD=run/ in vLLM on the CPU beside our loop (fetches 2 GB once; part of a release)"
 	@echo "make setup      only set up .venv"
 
 setup: $(READY)
@@ -51,3 +52,9 @@ format: setup
 
 clean:
 	rm -rf build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .import_linter_cache
+
+# Exported heads in a real engine: HEAD= names runs or head directories, ENGINE_ENV= the engine's environment.
+HEAD ?= eagle-demo/run
+ENGINE_ENV ?= .venv-vllm
+serve-check: setup
+	$(BIN)/python scripts/serve_check.py $(HEAD) --engine-env $(ENGINE_ENV)

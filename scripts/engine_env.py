@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
+import os
+import socket
 import subprocess
 import sys
 import tempfile
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
 from email import message_from_string
 from pathlib import Path
 from zipfile import ZipFile
@@ -42,3 +50,58 @@ def engine_requirements(wheel: Path) -> list[str]:
     asked = [Requirement(line) for line in message_from_string(text).get_all("Requires-Dist", [])]
     kept = [one for one in asked if one.name.lower() not in NOT_TAKEN]
     return [str(one) for one in kept if one.marker is None or one.marker.evaluate({"extra": ""})]
+
+
+def engine_settings() -> dict[str, str]:
+    """Return the environment variables for the engine: small, in one process, asking nobody."""
+    return {
+        **os.environ,
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_NO_USAGE_STATS": "1",
+        "HF_HUB_OFFLINE": "1",
+    }
+
+
+@contextlib.contextmanager
+def engine_server(python: Path, target: str, speculative: dict[str, object], length: int) -> Iterator[str]:
+    """Run the engine's OpenAI server on a free port; yield its address once it answers, then stop it."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [
+        str(python),
+        "-m",
+        "vllm.entrypoints.openai.api_server",
+        "--model",
+        target,
+        "--dtype",
+        "float32",
+    ]
+    command += ["--enforce-eager", "--no-enable-prefix-caching", "--max-model-len", str(length)]
+    command += ["--max-num-seqs", "1", "--host", "127.0.0.1", "--port", str(port)]
+    command += ["--speculative-config", json.dumps(speculative)]
+    with tempfile.TemporaryFile("w+", encoding="utf-8") as log:
+        server = subprocess.Popen(command, env=engine_settings(), stdout=log, stderr=log)
+        try:
+            _wait(f"http://127.0.0.1:{port}", server)
+            yield f"http://127.0.0.1:{port}"
+        except BaseException:
+            log.seek(0)
+            print(log.read()[-4000:], file=sys.stderr)
+            raise
+        finally:
+            server.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                server.wait(30)
+            server.kill()
+
+
+def _wait(url: str, server: subprocess.Popen[bytes], seconds: float = 600.0) -> None:
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline and server.poll() is None:
+        with contextlib.suppress(OSError, urllib.error.URLError):
+            urllib.request.urlopen(f"{url}/health", timeout=5)
+            return
+        time.sleep(1)
+    raise RuntimeError(f"the engine's server did not answer at {url} (exit code {server.poll()})")

@@ -15,24 +15,32 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
-from engine_env import ENGINE, engine_python
+from engine_env import ENGINE, engine_python, engine_server, engine_settings
 
-from eagle_train.decoding.drafters import Chain, HeadDrafter
-from eagle_train.decoding.loop import Generation, Settings, generate, plain
+from eagle_train.decoding.loop import Settings, generate, plain
+from eagle_train.decoding.sampling import Sampling
+from eagle_train.decoding.shapes import Chain
+from eagle_train.evaluation.methods import head_drafter
 from eagle_train.evaluation.questions import conversations, read_questions
+from eagle_train.evaluation.server import (
+    Counters,
+    add_up,
+    chain_counters,
+    compare_with_server,
+    server_lines,
+)
 from eagle_train.export.export import export
-from eagle_train.heads.disk import load_head
+from eagle_train.heads.foreign import read_any
 from eagle_train.targets.builtin import small_target
 from eagle_train.targets.load import Target, load_target
 
-METHODS = {"eagle1": "eagle", "eagle3": "eagle3"}
+METHODS = {"eagle1": "eagle", "eagle3": "eagle3", "medusa": "medusa"}
 HERE = Path(__file__).parent
 
 
@@ -41,76 +49,88 @@ def run_engine(python: Path, job: dict[str, Any]) -> list[dict[str, Any]]:
     with tempfile.TemporaryDirectory() as folder:
         files = [Path(folder) / name for name in ("job.json", "result.json")]
         files[0].write_text(json.dumps(job), encoding="utf-8")
-        environment = {
-            **os.environ,
-            "VLLM_CPU_KVCACHE_SPACE": "1",
-            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-            "VLLM_NO_USAGE_STATS": "1",
-            "HF_HUB_OFFLINE": "1",
-        }
         command = [str(python), str(HERE / "vllm_greedy.py"), *map(str, files)]
         log = Path(folder) / "log.txt"
         with log.open("w", encoding="utf-8") as stream:
-            code = subprocess.run(command, env=environment, stdout=stream, stderr=stream).returncode
+            code = subprocess.run(command, env=engine_settings(), stdout=stream, stderr=stream).returncode
         if code:
             sys.exit(f"the engine failed:\n{log.read_text(encoding='utf-8')[-4000:]}")
-        return json.loads(files[1].read_text(encoding="utf-8"))["answers"]
+        answers = json.loads(files[1].read_text(encoding="utf-8"))["answers"]
+    return [
+        side(one["ids"], Counters(one["drafts"], one["accepted"], tuple(one["accepted_by_position"])))
+        for one in answers
+    ]
 
 
-def our_counts(made: Generation, gamma: int) -> dict[str, Any]:
-    """Return a chain's answer under the engine's names, guesses past the end of the text counted."""
-    uncut = made.accepted_uncut
-    return {
-        "ids": made.ids,
-        "drafts": len(uncut),
-        "accepted": sum(uncut),
-        "accepted_by_position": [sum(n > i for n in uncut) for i in range(gamma)],
-    }
+def side(ids: list[int], counters: Counters) -> dict[str, Any]:
+    """Return one answer of one side."""
+    return {"ids": ids, "counters": counters}
 
 
 def compare(ours: list[dict[str, Any]], theirs: list[dict[str, Any]], what: str) -> list[str]:
-    """Return one line for every prompt and figure that differs between our loop and the engine."""
+    """Return one line for every prompt whose ids or counters differ between our loop and the engine."""
     lines = []
     for number, (mine, engine) in enumerate(zip(ours, theirs, strict=True)):
-        for key in ("ids", "drafts", "accepted", "accepted_by_position"):
+        for key in ("ids", "counters"):
             if key in mine and mine[key] != engine[key]:
                 lines.append(f"{what}, prompt {number}: {key} {mine[key]}, in vLLM {engine[key]}")
     return lines
 
 
-def figures(answers: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return the pooled figures of one side."""
-    drafts = sum(answer["drafts"] for answer in answers)
-    by_position = [sum(column) for column in zip(*(a["accepted_by_position"] for a in answers), strict=True)]
-    return {
-        "tokens": sum(len(answer["ids"]) for answer in answers),
-        "drafts": drafts,
-        "acceptance_length": 1 + sum(answer["accepted"] for answer in answers) / drafts,
-        "accepted_by_position": [count / drafts for count in by_position],
-    }
+def pooled(answers: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return the figures of one side over all prompts, by vLLM's definitions."""
+    return add_up([answer["counters"] for answer in answers]).figures
 
 
 def check_head(
-    source: str, target: Target, prompts: list[list[int]], python: Path, settings: Settings, gamma: int
+    source: str,
+    target: Target,
+    prompts: list[list[int]],
+    python: Path,
+    settings: Settings,
+    gamma: int,
+    layout: str,
+    over_http: bool,
 ) -> dict[str, Any]:
-    """Export one head, decode with it here and in the engine; return figures and differences."""
+    """Export one head, decode with it here and in the engine; return figures and differences.
+
+    With `over_http` the engine's server is asked too, as ``eagle eval --against-server`` does.
+    """
     with tempfile.TemporaryDirectory() as folder:
-        made = export(source, Path(folder) / "head", engine="vllm", dtype="fp32", target=target.name)
+        named = target.name if layout == "vllm" else "owner/target"  # speculators name a hub id
+        made = export(source, Path(folder) / "head", engine=layout, dtype="fp32", target=named)
         job = {**engine_job(target, prompts, settings), "head": f"{folder}/head", "gamma": gamma}
-        theirs = run_engine(python, {**job, "method": METHODS[made["kind"]]})
-        drafter = HeadDrafter(load_head(Path(folder) / "head"), target, Chain(gamma))
-    ours = [our_counts(generate(target, drafter, prompt, settings), gamma) for prompt in prompts]
-    config = drafter.head.config
+        method = METHODS[made["kind"]]
+        theirs = run_engine(python, {**job, "method": method})
+        reports = []
+        if over_http:
+            speculative: dict[str, object] = {"method": method, "model": f"{folder}/head"}
+            speculative["num_speculative_tokens"] = gamma
+            length = max(map(len, prompts)) + settings.max_new_tokens + gamma + 1
+            with engine_server(python, target.name, speculative, length) as url:
+                asked = read_questions(None, len(prompts))
+                limit = settings.max_new_tokens
+                reports.append(
+                    compare_with_server(f"{folder}/head", target, url, asked, max_new_tokens=limit)
+                )
+            print("\n".join(server_lines(reports[0])), flush=True)
+        head = read_any(Path(folder) / "head", num_target_layers=target.num_layers)
+    ours, drafter = [], head_drafter(head, target, Chain(gamma), Sampling())
+    for prompt in prompts:
+        answer = generate(target, drafter, prompt, settings)
+        ours.append(side(answer.ids, chain_counters(answer, gamma)))
     return {
         "head": source,
-        "kind": config.kind,
-        "draft_vocab_size": config.draft_vocab_size,
-        "fc_norm": config.fc_norm,
-        "norm_output": config.norm_output,
-        "ours": figures(ours),
-        "vllm": figures(theirs),
+        "kind": made["kind"],
+        "layout": layout,
+        "draft_vocab_size": head.config.draft_vocab_size,
+        "tokens": sum(len(answer["ids"]) for answer in theirs),
+        "ours": pooled(ours),
+        "vllm": pooled(theirs),
         "ids": [answer["ids"] for answer in theirs],
-        "differences": compare(ours, theirs, source),
+        "over_http": reports,
+        "differences": compare(ours, theirs, source)
+        + [f"{source} over HTTP: {found}" for report in reports for found in report["differences"]],
     }
 
 
@@ -133,6 +153,8 @@ def main() -> int:
     parser.add_argument("--prompts", type=int, default=20)
     parser.add_argument("--gamma", type=int, default=3)
     parser.add_argument("--max-new-tokens", type=int, default=64)
+    parser.add_argument("--layout", choices=("vllm", "speculators"), default="vllm")
+    parser.add_argument("--over-http", action="store_true", help="ask the engine's server as well")
     parser.add_argument("--json", type=Path, help="write the figures here too")
     asked = parser.parse_args()
 
@@ -145,7 +167,9 @@ def main() -> int:
     differences = compare(alone, run_engine(python, engine_job(target, prompts, settings)), "no head")
     results = []
     for head in asked.heads:
-        result = check_head(head, target, prompts, python, settings, asked.gamma)
+        result = check_head(
+            head, target, prompts, python, settings, asked.gamma, asked.layout, asked.over_http
+        )
         spoken = [{"ids": ids} for ids in result.pop("ids")]
         result["differences"] += compare(alone, spoken, f"{head} beside plain decoding")
         results.append(result)
@@ -162,13 +186,13 @@ def describe(result: dict[str, Any], prompts: int, gamma: int) -> str:
     """Return one head's figures as lines."""
     lines = [
         f"{result['head']}: {result['kind']}, draft vocabulary {result['draft_vocab_size']:,}; {prompts} "
-        f"prompts, {result['vllm']['tokens']} tokens, chain of {gamma}, greedy, float32"
+        f"prompts, {result['tokens']:,} tokens, chain of {gamma}, greedy, float32"
     ]
-    for side in ("ours", "vllm"):
-        found = result[side]
+    for name in ("ours", "vllm"):
+        found = result[name]
         shares = " ".join(f"{share:.4f}" for share in found["accepted_by_position"])
         lines.append(
-            f"  {side:4} acceptance length {found['acceptance_length']:.4f} in {found['drafts']} rounds, "
+            f"  {name:4} acceptance length {found['acceptance_length']:.4f} in {found['drafts']} rounds, "
             f"accepted by position {shares}"
         )
     lines.append(f"  differences: {len(result['differences'])}")

@@ -16,11 +16,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from eagle_train.decoding.drafters import HeadDrafter
+from eagle_train.decoding.drafters import Drafter
 from eagle_train.decoding.loop import Generation, Settings, generate
+from eagle_train.decoding.sampling import Sampling
 from eagle_train.decoding.shapes import Chain
 from eagle_train.errors import UserError
 from eagle_train.evaluation.heads import open_head
+from eagle_train.evaluation.methods import head_drafter
 from eagle_train.evaluation.questions import Question, conversations, read_questions
 from eagle_train.progress import progress
 from eagle_train.targets.load import Target, dtype_name, load_target
@@ -54,6 +56,14 @@ class Counters:
             "acceptance_length": 1 + self.accepted / rounds,
             "accepted_by_position": [count / rounds for count in self.by_position],
         }
+
+
+def add_up(parts: Sequence[Counters]) -> Counters:
+    """Return the sums of several answers' counters."""
+    columns = zip(*(part.by_position for part in parts), strict=True)
+    return Counters(
+        sum(part.drafts for part in parts), sum(part.accepted for part in parts), tuple(map(sum, columns))
+    )
 
 
 def chain_counters(made: Generation, gamma: int) -> Counters:
@@ -168,7 +178,7 @@ def compare_with_server(
         questions = read_questions(questions, num_questions)
     loaded = open_head(head, target)
     settings = Settings(max_new_tokens=max_new_tokens)
-    drafter: HeadDrafter | None = None
+    drafter: Drafter | None = None
     sides: list[tuple[Counters, Counters]] = []
     differences, before, tokens = [], engine.settled(), 0
     with progress("against server", len(questions), "prompts", show) as bar:
@@ -178,7 +188,7 @@ def compare_with_server(
             after = engine.settled()
             served, before = after - before, after
             gamma = max(len(served.by_position), 1)
-            drafter = drafter or HeadDrafter(loaded, target, Chain(gamma))
+            drafter = drafter or head_drafter(loaded, target, Chain(gamma), Sampling())
             made = generate(target, drafter, prompt, settings)
             sides.append((chain_counters(made, gamma), served))
             tokens += len(theirs)
@@ -187,7 +197,7 @@ def compare_with_server(
                 counts = {"loop": sides[-1][0].figures, "server": served.figures}
                 differences.append({**place, **counts})
             bar.advance(1)
-    loop, server = (_sum([side[i] for side in sides]) for i in (0, 1))
+    loop, server = (add_up([side[i] for side in sides]) for i in (0, 1))
     return {
         "head": str(head),
         "target": target.name,
@@ -200,13 +210,6 @@ def compare_with_server(
         "max_new_tokens": max_new_tokens,
         "differences": differences,
     }
-
-
-def _sum(parts: Sequence[Counters]) -> Counters:
-    columns = zip(*(part.by_position for part in parts), strict=True)
-    return Counters(
-        sum(part.drafts for part in parts), sum(part.accepted for part in parts), tuple(map(sum, columns))
-    )
 
 
 def server_lines(report: dict[str, Any]) -> list[str]:
