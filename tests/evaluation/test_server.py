@@ -177,3 +177,25 @@ def test_servers_that_cannot_be_used_are_one_line(engine, target, head):
         compare_with_server(head, target, "http://127.0.0.1:9", _QUESTIONS, show=False)
     with pytest.raises(UserError, match="wanted an address such as http://localhost:8000"):
         compare_with_server(head, target, "localhost:8000", _QUESTIONS, show=False)
+
+
+def test_the_command_prints_both_sides_and_refuses_what_it_cannot_compare(
+    engine, head, tiny_target_dir, capsys
+):
+    from eagle_cli.main import main
+
+    def run(*more: str) -> int:
+        asked = ["eval", str(head), "--target", str(tiny_target_dir), "--against-server", engine.url, *more]
+        with pytest.raises(SystemExit) as exit_:
+            main(asked)
+        assert isinstance(exit_.value.code, int)
+        return exit_.value.code
+
+    assert run("--num-questions", "2", "--max-new-tokens", "8", "--dtype", "fp32") == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].endswith("2 prompts, 16 tokens, greedy, chain of 4, up to 8 new tokens")
+    assert lines[1].startswith(f"  {engine.url}: acceptance length ")
+    assert lines[2].startswith("  our loop, fp32: acceptance length ")
+    assert lines[3] == "  every text and every counter equal"
+    assert run("--draft", "dynamic") == 2
+    assert "--against-server compares a greedy chain, so --draft has no meaning" in capsys.readouterr().err

@@ -136,3 +136,37 @@ def test_an_import_that_fails_half_way_leaves_nothing(head_dir, tmp_path, monkey
     with pytest.raises(UserError, match="is not the one imported"):
         import_head(theirs, tmp_path / "ours", told=Told(layer_ids=(2, 4, 5)))
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["head", "theirs"]  # head: the fixture's
+
+
+def test_a_foreign_head_is_scored_as_its_original_and_only_with_the_targets_tables(tiny_target_dir, tmp_path):
+    from eagle_train.decoding.shapes import Chain
+    from eagle_train.evaluation.evaluate import evaluate
+    from eagle_train.evaluation.questions import Question
+    from eagle_train.heads.config import HeadConfig
+    from eagle_train.heads.disk import build_head, save_head
+    from eagle_train.targets.load import load_target
+
+    target = load_target(str(tiny_target_dir), dtype="fp32", device="cpu")
+    torch.manual_seed(0)
+    config = HeadConfig.for_target(target.config.to_dict(), "eagle3", norm_before_residual=True)
+    head = build_head(config)
+    with torch.no_grad():
+        head.lm_head.weight.copy_(target.lm_head.weight)
+    save_head(head, tmp_path / "source")
+    theirs = _as_spec_forge(tmp_path / "source", tmp_path / "theirs")
+    questions = [Question("a", "", ("Why is the sea deep?",)), Question("b", "", ("Bread?",))]
+
+    def score(folder: Path) -> dict:
+        return evaluate(folder, target, questions, [Chain(3)], max_new_tokens=40, show=False)
+
+    ours, scored = score(tmp_path / "source"), score(theirs)
+    assert scored["lossless"] is True
+    assert scored["accepted_histogram"] == ours["accepted_histogram"]
+
+    file = theirs / "model.safetensors"
+    tensors = load_file(file)
+    save_file(tensors | {"embed_tokens.weight": target.embedding.clone()}, file)
+    assert score(theirs)["accepted_histogram"] == ours["accepted_histogram"]
+    save_file(tensors | {"embed_tokens.weight": 2 * target.embedding}, file)
+    with pytest.raises(UserError, match=r"its embed_tokens\.weight is not the target's"):
+        score(theirs)
