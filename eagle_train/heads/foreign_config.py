@@ -1,8 +1,7 @@
 """config.json of heads made elsewhere, resolved into one HeadConfig; what is open is asked, not guessed.
 
-The same switch lies at the top level, in ``eagle_config`` or in ``transformer_layer_config``, layer ids
-count inputs of layers (vLLM, speculators) or outputs (SGLang, SpecForge, ModelOpt), and what is absent
-means different things to different readers.
+The same switch lies at the top level, in ``eagle_config`` or in ``transformer_layer_config``, and what is
+absent means different things to different readers.
 """
 
 from __future__ import annotations
@@ -14,7 +13,8 @@ from typing import Any
 from torch import Tensor
 
 from eagle_train.errors import UserError
-from eagle_train.heads.config import HeadConfig, default_layers, rope_of
+from eagle_train.heads.config import HeadConfig, rope_of
+from eagle_train.heads.foreign_layers import hs_ids
 from eagle_train.heads.foreign_tensors import ForeignTensors
 
 _OF_EAGLE3 = ("use_aux_hidden_state", "use_last_layernorm", "use_input_layernorm_in_first_layer")
@@ -254,13 +254,23 @@ def _eagle3(
     width = reader.get("target_hidden_size")
     return {
         "draft_vocab_size": reader.get("draft_vocab_size") or int(lm_head.shape[0]),
-        "feature_layers": _layer_ids(reader, told, depth, notes),
+        "feature_layers": _layers(reader, told, depth, notes),
         "target_hidden_size": None if width == reader.need("hidden_size") else width,
         "fc_norm": fc_norm,
         "norm_output": bool(reader.get("norm_output")),
         "norm_before_fc": bool(reader.get("norm_before_fc")),
         "norm_before_residual": _norm_before_residual(reader, told, layout),
     }
+
+
+def _layers(reader: _Reader, told: Told, depth: int | None, notes: list[str]) -> tuple[int, ...]:
+    if told.layer_ids is not None:
+        return told.layer_ids
+    key = "eagle_aux_hidden_state_layer_ids"
+    found = hs_ids(reader.top.get(key) or (), reader.nested.get(key) or (), depth, reader.where)
+    if not found:
+        notes.append("no layer ids: 2, n/2 and n-3 of the target's n layers, as every reader takes them")
+    return found
 
 
 def _norm_before_residual(reader: _Reader, told: Told, layout: str) -> bool:
@@ -273,44 +283,6 @@ def _norm_before_residual(reader: _Reader, told: Told, layout: str) -> bool:
             "false; say --norm-before-residual or --no-norm-before-residual"
         )
     return bool(said)
-
-
-def _layer_ids(reader: _Reader, told: Told, depth: int | None, notes: list[str]) -> tuple[int, ...]:
-    """Return the captured layers as hs ids, () for what every reader takes without ids.
-
-    vLLM and speculators name at the top level the layer that a state enters (hs[v]); SGLang, SpecForge and
-    ModelOpt name in ``eagle_config`` the layer that it leaves (hs[v + 1]).
-    """
-    if told.layer_ids is not None:
-        return told.layer_ids
-    key = "eagle_aux_hidden_state_layer_ids"
-    entering = tuple(sorted(reader.top.get(key) or ()))
-    leaving = tuple(sorted(reader.nested.get(key) or ()))
-    if not entering and not leaving:
-        notes.append("no layer ids: 2, n/2 and n-3 of the target's n layers, as every reader takes them")
-        return ()
-    as_outputs = tuple(k + 1 for k in leaving or entering)
-    if entering and leaving and entering == as_outputs:
-        return entering
-    usual = default_layers(depth) if depth is not None and depth >= 7 else None
-    if not entering and usual is not None and usual in (leaving, as_outputs):
-        return usual
-    if not leaving and as_outputs != usual:
-        return entering
-    if not entering and depth is None:
-        raise UserError(
-            f"{reader.where}: layer ids {list(leaving)} in eagle_config, which some count from layers' "
-            "inputs and others from outputs; give --target, whose depth may tell, or --layer-ids"
-        )
-    raise _open_layers(reader.where, entering or leaving, as_outputs)
-
-
-def _open_layers(where: str, as_inputs: tuple[int, ...], as_outputs: tuple[int, ...]) -> UserError:
-    first, second = (",".join(map(str, ids)) for ids in (as_inputs, as_outputs))
-    return UserError(
-        f"{where}: layer ids may mean hs[{first}] (as vLLM reads them) or hs[{second}] (as SGLang does); "
-        f"say --layer-ids {first} or --layer-ids {second}"
-    )
 
 
 def _target(value: Mapping[str, Any]) -> str:
