@@ -105,5 +105,5 @@ def count_lines(info: dict[str, Any]) -> list[str]:
         )
     lines += [f"  damaged  {bad['place']}: {bad['damage']}" for bad in info["bad_records"][:10]]
     if counts["bad"] > 10:
-        lines.append(f"  damaged  and {counts['bad'] - 10:,} more, named in rows.json")
+        lines.append(f"  damaged  and {counts['bad'] - 10:,} more; rows.json names the first 1,000")
     return lines

@@ -26,7 +26,6 @@ from eagle_train.io import make_folder, os_error, write_json
 from eagle_train.progress import progress
 from eagle_train.provenance import tokenizer_fingerprint, tool_version
 
-_BAD_LISTED = 1000  # damaged records named in rows.json; all are counted
 _UNSTATED = {"template_arguments": {}, "last_turn_only": False, "drop_duplicates": False}
 
 
@@ -144,14 +143,14 @@ def _figures(written: RowsWritten, tally: Tally, counts: _Counts) -> dict[str, A
             "repaired": dict(counts.repaired.most_common()),
             "skipped": skipped.by_count(),
             "truncated": dict(counts.truncated),
-            "bad": len(tally.bad),
+            "bad": tally.num_bad,
             "copies": written.copies,
             "copies_dropped": written.dropped,
             "left_out": tally.left_out,
             "repeated": tally.repeated,
         },
         "skipped_examples": skipped.examples,
-        "bad_records": tally.bad[:_BAD_LISTED],
+        "bad_records": tally.bad,
         "supervised_frequencies": {str(token): count for token, count in frequencies},
     }
 

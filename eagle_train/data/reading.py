@@ -12,6 +12,8 @@ from eagle_train.data.records import BadRecord, Conversation, Skip, Skipped, Tok
 from eagle_train.data.sources import Source
 from eagle_train.errors import UserError
 
+_BAD_LISTED = 1000
+
 Found = TypeVar("Found")
 
 
@@ -19,12 +21,13 @@ Found = TypeVar("Found")
 class Tally:
     """What reading met. `read` counts whole records: those handed on and those `skipped`, by kind.
 
-    `bad` holds the damaged ones, which are no records: place and damage. `left_out` counts records that
-    their source's weight passed over, `repeated` those it handed on once more.
+    `num_bad` counts the damaged ones, which are no records; `bad` holds the first of them, place and damage.
+    `left_out` counts records that their source's weight passed over, `repeated` those it handed on again.
     """
 
     read: int = 0
     skipped: Skipped = field(default_factory=Skipped)
+    num_bad: int = 0
     bad: list[dict[str, str]] = field(default_factory=list)
     left_out: int = 0
     repeated: int = 0
@@ -76,7 +79,9 @@ def read_with(
                         f"{source.place(entry)}: {damage}; repair the file, or keep its good records "
                         "with --skip-bad"
                     ) from damage
-                tally.bad.append({"place": source.place(entry), "damage": str(damage)})
+                tally.num_bad += 1
+                if len(tally.bad) < _BAD_LISTED:
+                    tally.bad.append({"place": source.place(entry), "damage": str(damage)})
                 continue
             tally.read += 1
             tally.repeated += times - 1

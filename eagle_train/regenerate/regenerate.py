@@ -83,8 +83,8 @@ def regenerate(
         "records": tally.read,
         "skipped": tally.skipped.by_count(),
         "skipped_examples": tally.skipped.examples,
-        "bad": len(tally.bad),
-        "bad_records": tally.bad[:1000],
+        "bad": tally.num_bad,
+        "bad_records": tally.bad,
     }
     with open_work(file, identity, distributed.rank()) as work:
         mine = asked[distributed.rank() :: distributed.world_size()]

@@ -322,4 +322,12 @@ def test_damage_is_named_whatever_the_weight(tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", lines([record(number) for number in range(50)]) + "{\n" * 20)
     tally = Tally()
     list(read_sources(find_sources([f"{path}=0.01"]), tally, skip_bad=True))
-    assert len(tally.bad) == 20
+    assert tally.num_bad == len(tally.bad) == 20
+
+
+def test_damage_without_end_is_counted_and_its_first_places_named(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", "{\n" * 3000 + lines())
+    tally = Tally()
+    assert len(list(read_sources(find_sources([str(path)]), tally, skip_bad=True))) == len(RECORDS)
+    assert (tally.num_bad, len(tally.bad), tally.read) == (3000, 1000, len(RECORDS))
+    assert tally.bad[-1]["place"].endswith(":1000 (record 1000)")
