@@ -243,7 +243,8 @@ def _assemble(out: Path, source: Path, info: dict[str, Any], shards: Sequence[Sh
         _link(source / name, out / name)
     for number, shard in enumerate(shards):
         _link(shard.path, out / shard_name(number))
-    head = {**_head(info), "plan": sha256_json([shard.header["checksums"] for shard in shards])[:16]}
+    plan = sha256_json([shard.header["checksums"] for shard in shards])[:16]
+    head = {**_head(info), "plan": plan, "assembled": True}  # no extraction goes on in it
     write_manifest(out, head, [open_shard(out / shard_name(number)) for number in range(len(shards))])
     return describe(out)
 

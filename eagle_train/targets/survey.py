@@ -13,7 +13,7 @@ import torch
 
 from eagle_train.distributed import num_cores
 from eagle_train.errors import UserError
-from eagle_train.io import os_error
+from eagle_train.io import os_error, read_json
 from eagle_train.progress import bytes_text
 from eagle_train.provenance import tokenizer_fingerprint
 from eagle_train.shards.codecs import CODECS, check_codec
@@ -157,7 +157,7 @@ def _known(out: Path) -> Setting | None:
     """Return the setting of the plan that `out` holds; refuse a folder that no extraction may go on in."""
     if (out / PLAN).is_file():
         return Plan.load(out).setting
-    if (out / MANIFEST).is_file():
+    if (out / MANIFEST).is_file() and read_json(out / MANIFEST, "choose another --out").get("assembled"):
         raise UserError(f"{out}: holds shards that were merged or split; choose another --out")
     return None
 
