@@ -27,8 +27,11 @@ from . import (
     plan,
     prepare,
     regenerate,
+    report,
     shards,
     train,
+    tune,
+    verify,
 )
 
 app = typer.Typer(
@@ -47,8 +50,11 @@ for _command in (
     extract,
     shards,
     train,
+    report,
     eval,
     generate,
+    verify,
+    tune,
     export,
     import_,
     demo,

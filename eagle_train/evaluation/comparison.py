@@ -106,24 +106,27 @@ class Comparison:
 
 
 def first_difference(target: Target, prompt: list[int], alone: list[int], made: list[int]) -> dict[str, Any]:
-    """Say where two greedy answers part, and how near the target's two best logits are there.
+    """Say where two greedy answers part, and how near the target's best logits are there.
 
-    `noise` is how far the logits there move when the same text is read in one piece rather than token by
-    token: what the order of summation alone does in the target's dtype.
+    `gap` is that between the two best, `below` how far the lower of the two tokens written lies below the
+    best. `noise` is how far the ten best move when the same text is read token by token at its end rather
+    than in one piece: what the order of summation alone does in the target's dtype.
     """
     pairs = zip(alone, made, strict=False)
     at = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(alone), len(made)))
-    text = [*prompt, *alone[:at]]
+    text, written = [*prompt, *alone[:at]], [ids[at] for ids in (alone, made) if at < len(ids)]
     with torch.inference_mode():
         ids = torch.tensor([text], device=target.device)
         logits = target.logits(target.run_body(ids)[0, -1]).float()
         again = _read_in_steps(target, text).float()
-    best = logits.topk(2)
+    best = logits.topk(min(10, len(logits)))
     return {
         "at": at,
         "plain_token": alone[at] if at < len(alone) else None,
         "token": made[at] if at < len(made) else None,
         "gap": float(best.values[0] - best.values[1]),
+        "below": float(best.values[0] - logits[written].min()),
+        "best": float(best.values[0]),
         "noise": float((logits - again)[best.indices].abs().max()),
     }
 

@@ -106,7 +106,7 @@ def chain_hits(
     """
     hits = torch.zeros((gamma, len(batch.rows)), dtype=torch.bool, device=batch.rows.device)
     size = max(1, _LOGITS_AT_ONCE // head.config.draft_vocab_size)
-    for step in _steps(head, frozen, batch, gamma):
+    for step in draft_steps(head, frozen, batch, gamma):
         if own_choices:
             teacher = batch.label_argmax[batch.label0[step.index] + step.number]
         else:
@@ -114,12 +114,12 @@ def chain_hits(
         for out, index, token in zip(
             step.out.split(size), step.index.split(size), teacher.split(size), strict=True
         ):
-            guess = head.target_ids(_logits(head, out, frozen, step.number).argmax(-1))
+            guess = head.target_ids(draft_logits(head, out, frozen, step.number).argmax(-1))
             hits[step.number, index] = guess == token
     return hits
 
 
-def _steps(head: Head, frozen: FrozenTarget, batch: PackedBatch, gamma: int) -> Iterator[TttStep]:
+def draft_steps(head: Head, frozen: FrozenTarget, batch: PackedBatch, gamma: int) -> Iterator[TttStep]:
     """Yield the head's output for the rows that count at each step."""
     if not isinstance(head, MedusaHead):
         yield from unroll(head, frozen, batch, gamma)
@@ -129,5 +129,6 @@ def _steps(head: Head, frozen: FrozenTarget, batch: PackedBatch, gamma: int) -> 
         yield TttStep(number, head(head.states(batch, index), number), index)
 
 
-def _logits(head: Head, out: Tensor, frozen: FrozenTarget, step: int) -> Tensor:
+def draft_logits(head: Head, out: Tensor, frozen: FrozenTarget, step: int) -> Tensor:
+    """Return draft logits [C_i, D] of what `draft_steps` yielded at `step`."""
     return head.logits(out, frozen, step) if isinstance(head, MedusaHead) else head.logits(out, frozen)

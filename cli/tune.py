@@ -1,0 +1,76 @@
+"""``eagle tune``: parse, then one call."""
+
+from __future__ import annotations
+
+import json
+import shlex
+
+import typer
+
+from . import options
+
+NAME = "tune"
+HELP = "Find the draft that is fastest on this machine, and say plainly where speculation loses."
+EXAMPLES = """
+**Examples**
+
+    eagle tune run/ --target HuggingFaceTB/SmolLM2-135M-Instruct --out tuned.json
+
+    eagle tune head/ --target ./my-model --questions my_prompts.jsonl --temperature 1
+
+    eagle tune run/ --target ./my-model --dtype bf16 --num-questions 30 --json
+"""
+
+
+def run(
+    head: options.Head,
+    target: str = typer.Option(..., "--target", help="The target: hub id, directory or .gguf file."),
+    questions: str | None = typer.Option(
+        None,
+        "--questions",
+        help="A public set by name, or JSON lines in MT-bench form; default the built-in.",
+    ),
+    num_questions: int = typer.Option(
+        16,
+        "--num-questions",
+        min=2,
+        help="Half of them to learn acceptance from, half to measure the speed on.",
+    ),
+    max_new_tokens: int = typer.Option(64, "--max-new-tokens", min=2, help="Tokens of each answer at most."),
+    temperature: options.Temperature = 0.0,
+    top_p: options.TopP = 1.0,
+    top_k_sampling: options.TopKSampling = 0,
+    dtype: options.Dtype = "auto",
+    chat_template: options.ChatTemplate = None,
+    seed: options.Seed = 0,
+    trust_remote_code: options.TrustRemoteCode = False,
+    out: str | None = typer.Option(
+        None, "--out", metavar="FILE.json", help="Write the draft found, for --draft FILE.json."
+    ),
+    as_json: bool = typer.Option(False, "--json", help="Print the figures as JSON."),
+) -> int:
+    from eagle_train.decoding.sampling import Sampling
+    from eagle_train.evaluation.tuning import lines, tune
+
+    report = tune(
+        head,
+        target,
+        questions,
+        num_questions=num_questions,
+        max_new_tokens=max_new_tokens,
+        sampling=Sampling(temperature, top_k_sampling, top_p),
+        dtype=dtype,
+        chat_template=chat_template,
+        seed=seed,
+        trust_remote_code=trust_remote_code,
+        out=out,
+    )
+    if as_json:
+        print(json.dumps(report, indent=2, ensure_ascii=False))
+        return 0
+    print("\n".join(lines(report)))
+    if out is not None:
+        names = f"{shlex.quote(head)} --target {shlex.quote(target)}"
+        print(f"written: {out}")
+        print(f"next: eagle eval {names} --draft {shlex.quote(out)}")
+    return 0

@@ -1,0 +1,138 @@
+"""How long this machine takes: the target for 1 to 64 tokens, the head for its rows, one output map."""
+
+from __future__ import annotations
+
+import time
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+
+from eagle_train.decoding.drafters import HeadDrafter
+from eagle_train.decoding.loop import Settings, generate
+from eagle_train.decoding.reader import Rows, TargetReader
+from eagle_train.decoding.sampling import Sampling, SeededChance
+from eagle_train.decoding.shapes import Chain
+from eagle_train.decoding.trees import Tree
+from eagle_train.heads.disk import Head
+from eagle_train.targets.capture import Captured
+from eagle_train.targets.load import Target
+
+SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)  # tokens of one verification
+ROWS = (1, 2, 4, 8, 16)  # rows of one drafting step
+_REPEATS = 5
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Seconds, medians of several measurements taken in turn."""
+
+    verify: tuple[float, ...]  # for each of SIZES, without the output map
+    draft: tuple[float, ...]  # for each of ROWS, one more level of a draft
+    observe: float  # the head reading one round's rows, and its first guess
+    output: float  # the target's output map on one row
+    overhead: float  # what else a round costs, by the difference from whole rounds
+
+    def verification(self, tokens: int) -> float:
+        """Seconds of a target forward over so many tokens."""
+        return _between(SIZES, self.verify, tokens)
+
+    def plain_token(self) -> float:
+        """Seconds of a token of plain decoding."""
+        return self.verification(1) + self.output
+
+    def round(self, tokens: int, levels: Sequence[int], outputs: float) -> float:
+        """Seconds of a round: so many nodes, the rows of each further drafting step, output maps run."""
+        drafting = self.observe + sum(_between(ROWS, self.draft, rows) for rows in levels)
+        return self.verification(tokens) + drafting + outputs * self.output + self.overhead
+
+    @property
+    def figures(self) -> dict[str, Any]:
+        """For reports, in milliseconds."""
+        return {
+            "verify_ms": {str(n): round(1e3 * s, 2) for n, s in zip(SIZES, self.verify, strict=True)},
+            "draft_ms": {str(n): round(1e3 * s, 2) for n, s in zip(ROWS, self.draft, strict=True)},
+            "observe_ms": round(1e3 * self.observe, 2),
+            "output_ms": round(1e3 * self.output, 2),
+            "overhead_ms": round(1e3 * self.overhead, 2),
+        }
+
+
+def _between(sizes: Sequence[int], seconds: Sequence[float], wanted: int) -> float:
+    """Interpolate linearly; beyond the largest size go on with the last slope."""
+    at = min(max(bisect_left(sizes, wanted), 1), len(sizes) - 1)
+    low, high = sizes[at - 1], sizes[at]
+    return seconds[at - 1] + (seconds[at] - seconds[at - 1]) * (wanted - low) / (high - low)
+
+
+@torch.inference_mode()
+def measure(head: Head, target: Target, prompt: list[int]) -> Machine:
+    """Measure with `prompt` as the text in the caches."""
+    drafter = HeadDrafter(head, target, Chain(1))
+    with TargetReader(target, drafter.layer_ids) as reader:
+        seen = reader.read(prompt)
+        drafter.begin(SeededChance(0))
+        text = [*prompt, prompt[-1]]
+        drafter.observe(reader.rows(0, text, seen))
+        end = Captured(None if seen.aux is None else seen.aux[-2:], seen.last[-2:])
+        last_two = reader.rows(len(prompt) - 2, text[-3:], end)
+        jobs: dict[Any, Callable[[], object]] = {}
+        for size in SIZES:
+            tree = Tree(tuple(prompt[-1:] * size), tuple(range(-1, size - 1)))
+            jobs["verify", size] = partial(_read_and_forget, reader, tree)
+        for size in ROWS:
+            jobs["draft", size] = partial(drafter.draft_level, size)
+        jobs["observe"] = partial(_observe_again, drafter, last_two)
+        jobs["output"] = partial(target.logits, seen.last[-1])
+        taken = _medians(jobs, target)
+    overhead = _whole_round(head, target, prompt) - (
+        taken["verify", 2] + taken["observe"] + 1.5 * taken["output"]
+    )
+    return Machine(
+        tuple(taken["verify", size] for size in SIZES),
+        tuple(taken["draft", size] for size in ROWS),
+        taken["observe"],
+        taken["output"],
+        max(0.0, overhead),
+    )
+
+
+def _observe_again(drafter: HeadDrafter, rows: Rows) -> None:
+    """What a round with one accepted guess asks of the head before any further drafting step."""
+    drafter.cache.length -= len(rows.last)
+    drafter.observe(rows)
+    drafter.propose()
+
+
+def _read_and_forget(reader: TargetReader, tree: Tree) -> None:
+    start = reader.cache.length
+    reader.read_tree(tree)
+    reader.cache.keep(start, [])
+
+
+def _medians(jobs: dict[Any, Callable[[], object]], target: Target) -> dict[Any, float]:
+    """Run all jobs in turn, several times, so that whatever else the machine does hits them alike."""
+    taken: dict[Any, list[float]] = {name: [] for name in jobs}
+    for repeat in range(_REPEATS + 1):
+        for name, job in jobs.items():
+            started = _now(target)
+            job()
+            if repeat:  # the first is the warm-up
+                taken[name].append(_now(target) - started)
+    return {name: sorted(seconds)[len(seconds) // 2] for name, seconds in taken.items()}
+
+
+def _now(target: Target) -> float:
+    if target.device.type == "cuda":
+        torch.cuda.synchronize(target.device)
+    return time.perf_counter()
+
+
+def _whole_round(head: Head, target: Target, prompt: list[int]) -> float:
+    """Seconds of a round of the shipped loop with one guess."""
+    drafter = HeadDrafter(head, target, Chain(1), Sampling())
+    made = generate(target, drafter, prompt, Settings(max_new_tokens=16, eos_ids=()))
+    return made.decode_seconds / max(1, len(made.accepted))

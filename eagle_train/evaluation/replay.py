@@ -1,0 +1,126 @@
+"""What a draft would accept on a text that the target wrote, replayed over tables made in one pass.
+
+Legend: S steps, C rows counted at step 0 (shards/batches.py). The tables are teacher-forced: entry [i, c] is
+the head's guess of step i at row c given that all earlier ones were right, which is when it matters. Ranks
+decide a greedy chain and a static tree; shares decide a sampled chain. Both exactly, where the features are
+not rounded and the text was written by the same target with the same settings.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from eagle_train.decoding.sampling import Sampling, distribution
+from eagle_train.heads.disk import Head
+from eagle_train.losses.acceptance import AcceptanceCounts, draft_logits, draft_steps
+from eagle_train.shards.batches import PackedBatch
+from eagle_train.shards.frozen_target import FrozenTarget
+
+NEVER = 1 << 30  # the rank of a token outside the draft vocabulary
+_ROWS_AT_ONCE = 256
+
+
+@dataclass(frozen=True)
+class Tables:
+    """How the head stood to the text's tokens; entries where a row no longer counts mean nothing."""
+
+    ranks: Tensor  # [S, C] int64, of the text's token among the head's guesses, 0 the best
+    sure: Tensor  # [S, C] float, the probability that the head gives its best guess
+    shares: Tensor  # [S, C] float, min(1, q(x) / p(x)): a sampled guess stood with this probability
+    room: list[int]  # [C], steps at which a row counts
+
+
+@torch.no_grad()
+def tables(head: Head, frozen: FrozenTarget, batch: PackedBatch, steps: int, sampling: Sampling) -> Tables:
+    """Return the tables of a packed batch for `steps` guesses."""
+    shape, device = (steps, len(batch.rows)), batch.rows.device
+    ranks = torch.full(shape, NEVER, device=device)
+    sure, shares = torch.zeros(shape, device=device), torch.zeros(shape, device=device)
+    draft_of = torch.full((head.config.vocab_size,), -1, device=device)
+    draft_of[head.draft_ids] = torch.arange(len(head.draft_ids), device=device)
+    for step in draft_steps(head, frozen, batch, steps):
+        for out, index in zip(step.out.split(_ROWS_AT_ONCE), step.index.split(_ROWS_AT_ONCE), strict=True):
+            token = batch.input_ids[batch.rows[index] + 2 + step.number]  # x[t+2+i]
+            logits = draft_logits(head, out, frozen, step.number).float()  # (c, D)
+            own, drafted = draft_of[token], draft_of[token] >= 0
+            score = logits.gather(1, own.clamp(min=0)[:, None])
+            above = (logits > score).sum(1)
+            ranks[step.number, index] = torch.where(drafted, above, NEVER)
+            sure[step.number, index] = logits.softmax(-1).amax(-1)
+            if not sampling.greedy:
+                target = frozen.logits(batch.label_last[batch.label0[index] + step.number])
+                p = distribution(target, sampling).gather(1, token[:, None])[:, 0]
+                q = distribution(logits, sampling).gather(1, own.clamp(min=0)[:, None])[:, 0]
+                shares[step.number, index] = torch.where(drafted, (q / p).clamp(max=1), 0)
+    return Tables(ranks, sure, shares, batch.room.tolist())
+
+
+def replay_paths(found: Tables, paths: Sequence[Sequence[int]]) -> AcceptanceCounts:
+    """Return what a static tree of these paths of ranks accepts; a chain is the paths of zeros.
+
+    Exact for greedy text, and for sampled text under the rule of the target's law alone: given the token
+    that was written, a guess of it stood for certain.
+    """
+    have = {tuple(path) for path in paths}
+    ranks, depth = found.ranks.T.tolist(), max(map(len, have))
+    histogram, rounds, tokens, at = [0] * (depth + 1), 0, 0, 0
+    while at < len(found.room):
+        room = found.room[at]
+        path: tuple[int, ...] = ()
+        while len(path) < min(depth, room) and (*path, ranks[at][len(path)]) in have:
+            path = (*path, ranks[at][len(path)])
+        emitted = min(len(path) + 1, room)
+        histogram[len(path)] += 1
+        rounds, tokens, at = rounds + 1, tokens + emitted, at + emitted
+    return AcceptanceCounts(rounds, tokens, tuple(histogram))
+
+
+@dataclass(frozen=True)
+class Expected:
+    """A chain's expected figures."""
+
+    rounds: float
+    tokens: int
+    made: tuple[float, ...]  # made[g]: rounds with g guesses
+
+    @property
+    def tau(self) -> float:
+        """Tokens per round."""
+        return self.tokens / self.rounds if self.rounds else 1.0
+
+
+def replay_chain(found: Tables, gamma: int, greedy: bool, stop: float = 0.0) -> Expected:
+    """Return what a chain of up to `gamma` guesses is expected to need for the text.
+
+    Given the text, guess i stood with its share (a greedy one if its rank is 0), independently of all else;
+    so the expected number of rounds that begin at a row follows from those at rows before (a dynamic
+    programme). With `stop` a chain ends where the head's sureness falls below it; how many guesses follow a
+    wrong one, which the text does not tell, is taken as if it had been right. That changes `made` alone.
+    """
+    stands = (found.ranks == 0).double() if greedy else found.shares.double()
+    stood, sure = stands.T.tolist(), found.sure.T.tolist()
+    visits, made, tokens, start = [0.0] * (len(found.room) + gamma + 2), [0.0] * (gamma + 1), 0, 0
+    for row, room in enumerate(found.room):
+        if row == start:  # an answer's first row: its room leads to the next answer's
+            visits[row] += 1
+            tokens, start = tokens + room, start + room
+        guesses, reach = 0, 1.0
+        while guesses < gamma:
+            step = min(guesses, room - 1)  # past the answer's end there is no table; the last entry serves
+            if stop and reach * sure[row][step] < stop:
+                break
+            reach, guesses = reach * sure[row][step], guesses + 1
+        made[guesses] += visits[row]
+        left = visits[row]
+        for accepted in range(min(guesses, room)):
+            stays = left * stood[row][accepted]
+            if accepted + 1 < room:
+                visits[row + accepted + 1] += left - stays
+            left = stays
+        if guesses + 1 < room:
+            visits[row + guesses + 1] += left
+    return Expected(sum(made), tokens, tuple(made))

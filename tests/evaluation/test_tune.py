@@ -1,0 +1,125 @@
+"""``eagle tune``: times measured, the best draft chosen and decoded, a loss said plainly."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from eagle_cli.main import main
+
+from eagle_train.decoding.shapes import Chain, Static, read_shape
+from eagle_train.errors import UserError
+from eagle_train.evaluation.machine import ROWS, SIZES, Machine, measure
+from eagle_train.evaluation.replay import Tables
+from eagle_train.evaluation.tuning import candidates, tune
+from eagle_train.heads.config import HeadConfig
+from eagle_train.heads.disk import build_head, save_head
+from eagle_train.targets.load import Target, load_target
+
+
+@pytest.fixture(scope="module")
+def target(tiny_target_dir: Path) -> Target:
+    return load_target(str(tiny_target_dir), dtype="fp32", device="cpu")
+
+
+@pytest.fixture(scope="module")
+def head(target):
+    torch.manual_seed(0)
+    return build_head(HeadConfig.for_target(target.config.to_dict(), "eagle3"))
+
+
+def machine(per_token: float, per_level: float = 0.0) -> Machine:
+    """A machine whose forward takes 1 second and `per_token` for each further token."""
+    verify = tuple(1 + per_token * (size - 1) for size in SIZES)
+    return Machine(verify, (per_level,) * len(ROWS), 0.0, 0.0, 0.0)
+
+
+def half_right(rows: int = 60) -> Tables:
+    """A head whose best guess is right at two rows of three at the first step, and so on, never sure."""
+    generator = torch.Generator().manual_seed(0)
+    ranks = torch.randint(0, 3, (8, rows), generator=generator)
+    sure = torch.full((8, rows), 0.5)
+    return Tables(ranks, sure, torch.ones(8, rows) / 3, list(range(rows, 0, -1)))
+
+
+def best(found: Tables, on: Machine, greedy: bool = True):
+    return max(candidates(found, on, greedy), key=lambda one: one.rate)
+
+
+def test_free_tokens_call_for_a_large_tree_and_dear_ones_for_little():
+    found = half_right()
+    free = best(found, machine(0.0))
+    assert isinstance(free.shape, Static)
+    assert len(free.shape.paths) >= 39
+    dear = best(found, machine(2.0, 1.0))
+    assert dear.shape.figures["nodes"] <= 2
+    assert dear.rate <= 1.001  # plain decoding makes one token a second
+    levels = best(found, machine(0.0, per_level=0.5))
+    assert levels.shape.figures["depth"] < free.shape.figures["depth"]
+
+
+def test_a_chain_stops_where_the_head_knows_that_it_is_wrong():
+    found = half_right()
+    right = (found.ranks == 0).cumprod(0).bool()
+    knows = Tables(found.ranks, torch.where(right, 0.99, 0.01), found.shares, found.room)
+    slow = machine(0.3, 0.1)
+    chains = [one for one in candidates(knows, slow, True) if isinstance(one.shape, Chain)]
+    assert max(chains, key=lambda one: one.rate).shape.stop > 0
+    blind = [one for one in candidates(found, slow, True) if one.shape == Chain(4)]
+    assert max(one.rate for one in chains) > 1.2 * blind[0].rate
+
+
+def test_times_between_sizes_are_interpolated():
+    on = machine(0.25)
+    for size in (1, 2, 5, 7, 40, 64, 80):
+        assert on.verification(size) == pytest.approx(1 + 0.25 * (size - 1))
+    assert on.plain_token() == 1
+
+
+def test_the_machine_is_measured(target, head):
+    found = measure(head, target, [(37 * i + 5) % 290 for i in range(30)])
+    assert min(*found.verify, *found.draft, found.observe, found.output) > 0
+    assert found.verify[-1] > found.verify[0]
+    assert found.overhead >= 0
+    assert set(found.figures["verify_ms"]) == {str(size) for size in SIZES}
+
+
+def test_tune_reports_predicted_and_measured_and_writes_a_draft_that_eval_takes(
+    head, tiny_target_dir, tmp_path, capsys
+):
+    save_head(head, tmp_path / "head")
+    words = ["tune", tmp_path / "head", "--target", tiny_target_dir, "--num-questions", 2]
+    words += ["--max-new-tokens", 8, "--out", tmp_path / "tuned.json"]
+    with pytest.raises(SystemExit) as left:
+        main([str(word) for word in words])
+    assert not left.value.code
+    out = capsys.readouterr().out
+    assert "times plain decoding" in out
+    assert "speculation loses here" in out  # a random head
+    assert out.splitlines()[-1].endswith(f"--draft {tmp_path / 'tuned.json'}")
+    read_shape(tmp_path / "tuned.json")
+    words = ["eval", tmp_path / "head", "--target", tiny_target_dir, "--num-questions", 1, "--max-turns", 1]
+    words += ["--max-new-tokens", 5, "--draft", tmp_path / "tuned.json", "--json"]
+    with pytest.raises(SystemExit) as left:
+        main([str(word) for word in words])
+    assert not left.value.code
+    assert json.loads(capsys.readouterr().out)["lossless"] is True
+
+
+def test_sampling_is_tuned_for_too(head, target):
+    from eagle_train.decoding.sampling import Sampling
+
+    report = tune(head, target, num_questions=2, max_new_tokens=8, sampling=Sampling(1.0), show=False)
+    rates = [one["speedup"] for one in report["candidates"]]
+    assert rates == sorted(rates, reverse=True)
+    assert report["best"]["draft"] == report["candidates"][0]["draft"]
+    assert report["wins"] == (report["measured_speedup"] > 1)
+    assert report["measured"]["tree"] == report["best"]["shape"]
+    json.dumps(report)
+
+
+def test_one_question_is_too_few(head, target):
+    with pytest.raises(UserError, match="got one question, wanted at least two"):
+        tune(head, target, num_questions=1, show=False)
