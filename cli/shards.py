@@ -34,7 +34,9 @@ def run(
     ),
     out: Path | None = typer.Option(None, "--out", help="merge, split: the new directory."),
     parts: int = typer.Option(2, "--parts", min=2, help="split: into so many, OUT/part-0 and on."),
-    shard: list[int] | None = typer.Option(None, "--shard", help="prune: a shard's number; repeat it."),
+    shard: list[int] | None = typer.Option(
+        None, "--shard", help="prune: the number in a shard's name; repeat it."
+    ),
     row: list[str] | None = typer.Option(None, "--row", help="prune: a row's id, its shard goes; repeat it."),
     damaged: bool = typer.Option(False, "--damaged", help="prune: shards that are cut or changed."),
     as_json: bool = typer.Option(False, "--json", help="Print what was found or made as JSON."),
@@ -61,7 +63,7 @@ def run(
                 f"{folder}: {len(found['faults'])} faults; eagle shards prune {folder} --damaged removes "
                 "damaged shards, and the same eagle extract makes them anew"
             )
-    if action == "info":
+    elif action == "info":
         _print(upkeep.describe(folder), as_json)
     elif action == "merge":
         assert out is not None

@@ -159,7 +159,7 @@ def prune(
     damaged: bool = False,
     show: bool = True,
 ) -> dict[str, Any]:
-    """Remove shards by number, by the ids of rows in them, or those that are damaged.
+    """Remove shards by the number in their name, by the ids of rows in them, or those that are damaged.
 
     The directory then holds the others, and the same extraction makes the removed ones anew. Returns what
     it holds, with ``removed``. Raises UserError for a number or a row that is not there.
@@ -168,9 +168,9 @@ def prune(
     names = list(_expected(place))
     removed = set()
     for number in shards:
-        if not 0 <= number < len(names):
-            raise UserError(f"--shard {number}: {place} holds shards 0 to {len(names) - 1}")
-        removed.add(names[number])
+        if shard_name(number) not in names:
+            raise UserError(f"--shard {number}: {place} holds no {shard_name(number)}")
+        removed.add(shard_name(number))
     removed |= _shards_with(place, names, set(rows))
     if damaged:
         expected = _expected(place)
