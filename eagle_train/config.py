@@ -24,6 +24,8 @@ class HeadRecipe:
     num_hidden_layers: int = 1
     fc_norm: bool = False  # EAGLE-3.1: an RMSNorm on each feature before fc
     norm_output: bool = False  # EAGLE-3.1: the normed output is fed to the next step
+    norm_before_fc: bool = False  # one RMSNorm on all features together before fc
+    norm_before_residual: bool = False  # the first layer's residual is the normed feature; not in SGLang
     qk_norm: bool = False  # norms on queries and keys as in Qwen3; no engine serves such a head
     intermediate_size: int | None = None  # null = the target's
     medusa_heads: int | None = None  # of kind medusa: tokens guessed ahead

@@ -87,6 +87,11 @@ def _type_name(value: Any) -> str:
     return {str: "text", type(None): "null"}.get(type(value), type(value).__name__)
 
 
+_NORMS = ("layer_ids", "fc_norm", "norm_output", "norm_before_fc", "norm_before_residual")
+_NOT_OF = {  # settings of `head` that some kinds do not have
+    "eagle1": (*_NORMS, "draft_vocab_size"),
+    "medusa": (*_NORMS, "num_hidden_layers", "intermediate_size", "qk_norm", "init_layer"),
+}
 _MAY_BE_ZERO = ("warmup_steps", "seed", "max_skipped", "init_layer")
 
 
@@ -107,19 +112,12 @@ def _check(recipe: Recipe) -> None:
                 refuse_unless(fine, f"{section}.{key}: got {value}, wanted a number of 0 or more")
     head, loss, optim, data, run = recipe.head, recipe.loss, recipe.optim, recipe.data, recipe.run
     schedule = recipe.schedule
-    reduced = head.fc_norm or head.norm_output or head.draft_vocab_size or head.layer_ids
-    refuse_unless(
-        head.kind != "eagle1" or not reduced,
-        "head: kind eagle1 has no fc_norm, norm_output, draft_vocab_size or layer_ids; remove them",
-    )
+    for name in _NOT_OF.get(head.kind, ()):
+        usual = type(head)().__dict__[name]
+        refuse_unless(getattr(head, name) == usual, f"head.{name}: kind {head.kind} has none; remove it")
     refuse_unless(
         (head.kind == "medusa") == (head.medusa_heads is not None),
         "head: medusa_heads is for kind medusa, which needs it; set both or neither",
-    )
-    layered = head.layer_ids or head.fc_norm or head.norm_output or head.init_layer is not None
-    refuse_unless(
-        head.kind != "medusa" or not layered,
-        "head: kind medusa has no layer_ids, fc_norm, norm_output or init_layer; remove them",
     )
     refuse_unless(optim.lr > 0 and optim.matrix_lr > 0, "optim: learning rates must be above 0")
     refuse_unless(

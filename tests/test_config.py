@@ -84,7 +84,7 @@ def test_extends_overrides_only_what_it_names(tmp_path):
         ("run.epochs=.inf", "run.epochs: got inf (float), wanted a whole number"),
         ("optim.lr=2026-13-45", "not valid YAML"),
         ("data.tokens_per_step=null", "exactly one of tokens_per_step and rows_per_step"),
-        ("head.kind=eagle1", "kind eagle1 has no fc_norm"),
+        ("head.kind=eagle1", "head.draft_vocab_size: kind eagle1 has none; remove it"),
         ("optim.lr=0", "learning rates must be above 0"),
         ("optim.ema=1", "ema must lie in [0, 1)"),
         ("schedule.decay_share=0", "decay_share: wanted a share above 0"),

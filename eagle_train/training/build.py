@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from eagle_train.shards.frozen_target import FrozenTarget
     from eagle_train.shards.reader import Shards
 
-_KEPT = (  # of a head that training starts from: what no recipe names
+_KEPT = (  # of a head that training starts from, whatever the recipe says
     "num_attention_heads",
     "num_key_value_heads",
     "head_dim",
@@ -93,6 +93,8 @@ def config_on(
         intermediate_size=settings.intermediate_size,
         fc_norm=settings.fc_norm,
         norm_output=settings.norm_output,
+        norm_before_fc=settings.norm_before_fc,
+        norm_before_residual=settings.norm_before_residual,
         qk_norm=settings.qk_norm,
         medusa_heads=settings.medusa_heads,
     )

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from eagle_train.config import Recipe
+from eagle_train.errors import UserError
 from eagle_train.losses.acceptance import AcceptanceCounts, chain_hits, greedy_chain
 
 if TYPE_CHECKING:
     from eagle_train.heads.disk import Head
     from eagle_train.shards.batches import PackedBatch
     from eagle_train.shards.frozen_target import FrozenTarget
+    from eagle_train.shards.reader import Shards
 
 
 def split(conversation_ids: Sequence[str], held_out: float) -> tuple[list[int], list[int]]:
@@ -28,6 +31,34 @@ def split(conversation_ids: Sequence[str], held_out: float) -> tuple[list[int], 
     for row, conversation in enumerate(conversation_ids):
         sides[conversation in chosen].append(row)
     return sides
+
+
+def rows_of(shards: Shards, recipe: Recipe) -> tuple[list[int], list[int], dict[str, Any]]:
+    """Return (training rows, held-out rows, their counts); rows in which nothing counts are left out.
+
+    Raises UserError where none is left to train on.
+    """
+    conversations = shards.conversation_ids
+    sides = split(conversations, recipe.data.held_out)
+    counting = [any(e > s for s, e in spans) for spans in shards.spans]
+    train, held_out = ([row for row in side if counting[row]] for side in sides)
+    if not any(counting):
+        raise UserError(
+            f"{shards.folder}: no answer of two tokens or more in {shards.num_rows} rows, nothing to "
+            "train on; look at the rows with eagle inspect"
+        )
+    if not train:
+        raise UserError(
+            f"{shards.folder}: data.held_out {recipe.data.held_out:g} leaves none of "
+            f"{len(set(conversations))} conversations to train on; lower it"
+        )
+    facts = {
+        "train_rows": len(train),
+        "held_out_rows": len(held_out),
+        "held_out_conversations": len({conversations[row] for row in sides[1]}),
+        "rows_without_labels": counting.count(False),
+    }
+    return train, held_out, facts
 
 
 def predict_chain(

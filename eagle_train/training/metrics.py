@@ -150,7 +150,8 @@ def note(report: dict[str, Any], state: State) -> str:
     """Return the few words shown beside the progress."""
     tau = f", tau {state.tau:.3f}" if state.tau else ""
     loss = math.nan if report["loss"][0] is None else report["loss"][0]
-    return f"step {state.step:,}, loss {loss:.3f}{tau}, {report['tokens_per_second']:,.0f} tokens/s"
+    speed = f"{report['tokens_per_second']:,.0f} tokens/s, {report['data_wait']:.0%} waiting for data"
+    return f"step {state.step:,}, loss {loss:.3f}{tau}, {speed}"
 
 
 def _flat(line: dict[str, Any]) -> dict[str, float]:

@@ -18,7 +18,7 @@ from eagle_train.shards.sampler import Plan, Window
 from eagle_train.training import build, checkpoints, run_folder
 from eagle_train.training.checkpoints import State
 from eagle_train.training.engine import Engine
-from eagle_train.training.held_out import predict_chain, split
+from eagle_train.training.held_out import predict_chain, rows_of
 from eagle_train.training.interrupt import Interrupt
 from eagle_train.training.loader import Loader
 from eagle_train.training.optim import lr_factor
@@ -203,7 +203,7 @@ def build_session(
     deepspeed: str | None,
 ) -> Session:
     """Build one process's part of a run in memory, from `checkpoint`, a head or anew. Writes nothing."""
-    train_rows, held_out, facts = _rows(shards, recipe)
+    train_rows, held_out, facts = rows_of(shards, recipe)
     device, run = processes.device, recipe.run
     dtype = pick_precision(run.precision, device)
     frozen = shards.frozen_target()
@@ -259,34 +259,10 @@ def build_session(
             "precision": str(dtype).removeprefix("torch."),
             "device": device.type,
             "processes": processes.world,
+            "deepspeed": deepspeed,
             **facts,
         },
     )
-
-
-def _rows(shards: Shards, recipe: Recipe) -> tuple[list[int], list[int], dict[str, Any]]:
-    """Return (training rows, held-out rows, their counts); rows in which nothing counts are left out."""
-    conversations = shards.conversation_ids
-    sides = split(conversations, recipe.data.held_out)
-    counting = [any(e > s for s, e in spans) for spans in shards.spans]
-    train, held_out = ([row for row in side if counting[row]] for side in sides)
-    if not any(counting):
-        raise UserError(
-            f"{shards.folder}: no answer of two tokens or more in {shards.num_rows} rows, nothing to "
-            "train on; look at the rows with eagle inspect"
-        )
-    if not train:
-        raise UserError(
-            f"{shards.folder}: data.held_out {recipe.data.held_out:g} leaves none of "
-            f"{len(set(conversations))} conversations to train on; lower it"
-        )
-    facts = {
-        "train_rows": len(train),
-        "held_out_rows": len(held_out),
-        "held_out_conversations": len({conversations[row] for row in sides[1]}),
-        "rows_without_labels": counting.count(False),
-    }
-    return train, held_out, facts
 
 
 def _write_start(session: Session, shards: Shards, checkpoint: Path | None, init_from: str | None) -> None:

@@ -1,0 +1,53 @@
+"""What --deepspeed refuses; that it trains as one process does is in tests/distributed."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from eagle_train.config import OptimRecipe
+from eagle_train.errors import UserError
+from eagle_train.training import zero
+
+
+@pytest.mark.parametrize("name", zero.STAGES)
+def test_the_built_in_stages_are_read(name):
+    assert zero.read_zero_config(name)["zero_optimization"]["stage"] == int(name[-1])
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        ({}, "zero_optimization.stage: got None, wanted 1, 2 or 3"),
+        ({"zero_optimization": {"stage": 0}}, "zero_optimization.stage: got 0"),
+        (
+            {"zero_optimization": {"stage": 2}, "optimizer": {"type": "Adam"}},
+            "optimizer: the recipe decides that",
+        ),
+        ([1], "holds a JSON list, wanted an object"),
+        (None, "not found; give zero2 or zero3, or the path of a DeepSpeed JSON file"),
+    ],
+)
+def test_a_file_that_does_not_do_is_one_line(value, words, tmp_path):
+    file = tmp_path / "mine.json"
+    if value is not None:
+        file.write_text(json.dumps(value))
+    with pytest.raises(UserError) as caught:
+        zero.read_zero_config(str(file))
+    assert str(file) in str(caught.value)
+    assert words in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "words"),
+    [
+        (OptimRecipe(name="muon"), "optim.name muon needs whole matrices"),
+        (OptimRecipe(ema=0.9), "keeps no average of the weights"),
+    ],
+)
+def test_what_needs_whole_weights_is_refused(recipe, words, tmp_path, train_tiny):
+    settings = [f"optim.name={recipe.name}", f"optim.ema={recipe.ema}"]
+    with pytest.raises(UserError, match=words):
+        train_tiny("run", *settings, deepspeed="zero2")
+    assert not (tmp_path / "run").exists()
