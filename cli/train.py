@@ -42,7 +42,10 @@ def run(
         False, "--resume", help="Go on with a run although settings changed, such as more epochs."
     ),
     init_from: str | None = typer.Option(
-        None, "--init-from", metavar="HEAD", help="Start from this head (a run or a head folder, also of another toolkit)."
+        None,
+        "--init-from",
+        metavar="HEAD",
+        help="Start from this head: a run or a head folder, also another toolkit's.",
     ),
     processes: int | None = typer.Option(
         None, "--processes", help="Processes on this machine; default one, or those torchrun started."
