@@ -138,6 +138,8 @@ def _in_processes(
         while waiting:
             yield from waiting.popleft().result()
     except BrokenProcessPool as error:
+        if sys.version_info < (3, 12):  # CPython gh-94777: else its feeder waits for readers that are gone
+            pool._call_queue._reader.close()  # type: ignore[attr-defined]
         raise UserError(
             f"one of the {processes} worker processes died (out of memory?); use fewer with --num-proc"
         ) from error
