@@ -14,8 +14,6 @@ from eagle_train.heads.precision import wide
 
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-# Torch 2.8 reads key heads by the number of the query head, past the end where they are fewer.
-_SHARES_KEY_HEADS = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 10)
 _SCORES_AT_ONCE = 1 << 24  # elements of a block of scores in the portable path
 
 
@@ -30,8 +28,6 @@ def block_forward(
     q, keys, values = wide(q), wide(keys), wide(values)
     if q.device.type != "cpu":
         return _portable_forward(q, keys, values, causal, scale)
-    if not _SHARES_KEY_HEADS:
-        keys, values = _per_query_head(keys, q), _per_query_head(values, q)
     out, lse = _flash(_batched(q), _batched(keys), _batched(values), 0.0, causal, scale=scale)
     return out[0].transpose(0, 1), lse[0].transpose(0, 1)
 
@@ -53,9 +49,6 @@ def block_backward(
     gradient, q, keys, values, out = (wide(x) for x in (gradient, q, keys, values, out))
     if q.device.type != "cpu":
         return _portable_backward(gradient, q, keys, values, out, lse, causal, scale)
-    kv_heads = keys.shape[1]
-    if not _SHARES_KEY_HEADS:
-        keys, values = _per_query_head(keys, q), _per_query_head(values, q)
     found = _flash_backward(
         *(_batched(x) for x in (gradient, q, keys, values, out)),
         lse.transpose(0, 1)[None],
@@ -64,7 +57,7 @@ def block_backward(
         scale=scale,
     )
     dq, dkeys, dvalues = (x[0].transpose(0, 1) for x in found)
-    return dq, _per_key_head(dkeys, kv_heads), _per_key_head(dvalues, kv_heads)
+    return dq, dkeys, dvalues
 
 
 def _batched(x: Tensor) -> Tensor:

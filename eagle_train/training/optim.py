@@ -85,11 +85,6 @@ def is_matrix(name: str, parameter: Tensor) -> bool:
 
 
 def _muon(matrices: list[nn.Parameter], recipe: OptimRecipe) -> torch.optim.Optimizer:
-    if not hasattr(torch.optim, "Muon"):
-        raise UserError(
-            f"optim.name muon: torch {torch.__version__} has no Muon, wanted torch 2.9 or later; "
-            "install it or set optim.name=adamw"
-        )
     return torch.optim.Muon(
         matrices,
         lr=recipe.matrix_lr,

@@ -99,13 +99,6 @@ def test_portable_blocks_equal_the_kernel(monkeypatch):
             torch.testing.assert_close(a, b, atol=1e-6, rtol=1e-6)
 
 
-def test_kernels_that_cannot_share_key_heads_get_them_repeated(monkeypatch):
-    monkeypatch.setattr(fused, "_SHARES_KEY_HEADS", False)
-    fast, dense = _both([2, 3, 4, 8], [0, 6, 9], 1)
-    for a, b in zip(fast, dense, strict=True):
-        torch.testing.assert_close(a, b, atol=1e-10, rtol=1e-9)
-
-
 def test_runs_are_consecutive_rows_of_one_document():
     runs = find_runs(torch.tensor([2, 3, 4, 7, 9, 10, 11]), torch.tensor([0, 4, 10, 12]))
     assert runs == [Run(0, 2, 0, 2), Run(2, 3, 4, 4), Run(3, 4, 4, 7), Run(4, 5, 4, 9), Run(5, 7, 10, 10)]

@@ -14,8 +14,6 @@ from eagle_train.errors import UserError
 from eagle_train.training.average import Average
 from eagle_train.training.optim import Optimizers, lr_factor
 
-needs_muon = pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="this torch has no Muon")
-
 
 def head() -> nn.Module:
     module = nn.Module()
@@ -33,7 +31,6 @@ def groups(optimizers: Optimizers) -> dict[str, set[str]]:
     }
 
 
-@needs_muon
 def test_muon_takes_the_matrices_between_hidden_states_and_adamw_the_rest():
     assert groups(Optimizers(head(), OptimRecipe(name="muon"))) == {
         "Muon": {"fc.weight", "midlayer.weight"},
@@ -47,12 +44,6 @@ def test_adamw_takes_everything():
     }
 
 
-def test_an_old_torch_without_muon_is_refused(monkeypatch):
-    monkeypatch.delattr(torch.optim, "Muon", raising=False)
-    with pytest.raises(UserError, match=r"has no Muon, wanted torch 2\.9 or later; install it or set"):
-        Optimizers(head(), OptimRecipe(name="muon"))
-
-
 def step(module: nn.Module, optimizers: Optimizers, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     for parameter in module.parameters():
@@ -61,7 +52,7 @@ def step(module: nn.Module, optimizers: Optimizers, seed: int) -> None:
     optimizers.zero()
 
 
-@pytest.mark.parametrize("name", ["adamw", pytest.param("muon", marks=needs_muon)])
+@pytest.mark.parametrize("name", ["adamw", "muon"])
 def test_state_by_name_restores_the_optimizer_exactly(name):
     recipe = OptimRecipe(name=name, lr=0.1, weight_decay=0.1)
     one, two = head(), head()
