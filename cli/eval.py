@@ -82,10 +82,14 @@ def run(
         None,
         "--predict",
         metavar="TEXTS",
-        help="No decoding: a greedy chain's acceptance from shards, or from a file of the target's answers.",
+        help="No decoding: the acceptance of a chain or a static tree from shards, or from a file of the "
+        "target's answers (written at --temperature).",
     ),
     other_target: bool = typer.Option(
         False, "--other-target", help="Predict although the head was trained on other weights of the target."
+    ),
+    allow_bin: bool = typer.Option(
+        False, "--allow-bin", help="Read a head's pytorch_model.bin, weights only, where it has nothing else."
     ),
     against_server: str | None = typer.Option(
         None,
@@ -110,16 +114,20 @@ def run(
 
     temperatures = temperature or [0.0]
     if predict is not None:
+        from eagle_train.decoding.sampling import Sampling
+
         decoding = {
             "--method": method,
             "--questions": questions,
             "--num-questions": num_questions,
             "--max-turns": max_turns,
-            "--draft": [name for name in draft or [] if name != "chain"],
+            "--draft more than once": len(draft or []) > 1,
             "--tree-tokens": tree_tokens,
             "--top-k": top_k,
             "--depth": depth,
-            "--temperature": any(temperatures),
+            "--temperature more than once": len(temperatures) > 1,
+            "--block": block,
+            "--repetition-penalty": repetition_penalty != 1,
             "--device-map": device_map,
             "--report": report,
         }
@@ -129,12 +137,15 @@ def run(
             )
         if head is None:
             raise UserError("eagle eval: --predict needs HEAD; give a run or a head directory")
+        shapes = options.draft_shapes(draft or ["chain"], gamma, tree_tokens, top_k, depth)
         return _predict(
             head,
             predict,
             target,
-            gamma,
+            (draft or ["chain"])[0],
             as_json,
+            draft=shapes[0],
+            sampling=Sampling(temperatures[0], top_k_sampling, top_p),
             dtype=dtype,
             chat_template=chat_template,
             trust_remote_code=trust_remote_code,
@@ -166,6 +177,7 @@ def run(
     from eagle_train.decoding.sampling import Sampling
     from eagle_train.evaluation.grid import check_reports, evaluate_grid, write_reports
     from eagle_train.evaluation.methods import Method, Sizes
+    from eagle_train.heads.foreign_config import Told
 
     methods = [Method.parse(text, head) for text in method or []]
     chains = not any(one.name in ("draft-model", "prompt-lookup") for one in methods) or "chain" in (
@@ -195,6 +207,7 @@ def run(
         trust_remote_code=trust_remote_code,
         device_map=device_map,
         seed=seed,
+        told=Told(pickled=True) if allow_bin else None,
     )
     write_reports(report or [], reports)
     return _say(reports, report or [], head, as_json)
@@ -228,21 +241,22 @@ def _predict(
     head: str,
     texts: str,
     target: str | None,
-    gamma: int | None,
+    name: str,
     as_json: bool,
     **given: Any,
 ) -> int:
     from eagle_train.evaluation.predict import predict
     from eagle_train.evaluation.report import predicted_lines
 
-    gamma = 3 if gamma is None else gamma
-    report = predict(head, texts, target, gamma=gamma, **given)
+    report = predict(head, texts, target, **given)
     if as_json:
         print(json.dumps(report, indent=2, ensure_ascii=False))
     else:
         print("\n".join(predicted_lines(report)))
         names = f"{shlex.quote(head)} --target {shlex.quote(report['target'])}"
-        print(f"next: eagle eval {names} --draft chain --gamma {gamma}")
+        size = f" --gamma {report['tree']['depth']}" if name == "chain" else ""
+        warm = f" --temperature {report['temperature']:g}" if report["temperature"] else ""
+        print(f"next: eagle eval {names} --draft {shlex.quote(name)}{size}{warm}")
     return 0
 
 

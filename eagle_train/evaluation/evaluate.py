@@ -16,6 +16,7 @@ from eagle_train.evaluation.comparison import Comparison
 from eagle_train.evaluation.methods import Method, Sizes, entries_of, entries_of_head
 from eagle_train.evaluation.questions import Question, conversations, read_questions
 from eagle_train.heads.disk import Head
+from eagle_train.heads.foreign_config import Told
 from eagle_train.progress import progress
 from eagle_train.targets.load import Target, dtype_name, load_target
 
@@ -38,6 +39,7 @@ def evaluate(
     trust_remote_code: bool = False,
     device_map: str | None = None,
     seed: int = 0,
+    told: Told | None = None,
     show: bool = True,
 ) -> dict[str, Any]:
     """Answer every question with plain decoding, with the head under each of `drafts`, and by `methods`.
@@ -46,7 +48,8 @@ def evaluate(
     compared; `target` a name or a loaded target; `questions` a file in MT-bench form, a list, or None for the
     built-in held-out set. A later turn is asked on the history with plain decoding's answers, so all read the
     same prompts. A head is cast to the target's dtype (a copy of it where a module is given). `drafts` None
-    means the usual tree of a head's kind. `block` accepts chains of samples as a whole.
+    means the usual tree of a head's kind. `block` accepts chains of samples as a whole. `told` answers what
+    the files of a head made elsewhere leave open.
 
     Returns what was run, ``plain``, and under ``results`` one dict per way; a single one's figures stand at
     the top level as well. ``lossless`` says whether all ids equal plain decoding's (greedy; None when
@@ -58,7 +61,7 @@ def evaluate(
     if not isinstance(target, Target):
         target = load_target(target, dtype=dtype, trust_remote_code=trust_remote_code, device_map=device_map)
     sampling = sampling or Sampling()
-    entries = [] if head is None else entries_of_head(head, target, drafts, sampling)
+    entries = [] if head is None else entries_of_head(head, target, drafts, sampling, told)
     for method in methods:
         entries += entries_of(method, target, drafts, sampling, sizes or Sizes())
     if questions is None or isinstance(questions, str | Path):

@@ -8,6 +8,7 @@ from pathlib import Path
 from eagle_train.errors import UserError
 from eagle_train.heads.disk import CONFIG, WEIGHTS, Head
 from eagle_train.heads.foreign import read_any
+from eagle_train.heads.foreign_config import Told
 from eagle_train.heads.foreign_tensors import INDEX, PICKLED
 from eagle_train.targets.load import Target
 from eagle_train.training.checkpoints import FOLDER, head_folder
@@ -31,20 +32,22 @@ def find_head(name: str | Path, pickled: bool = False) -> Path:
     return _from_hub(text, pickled)
 
 
-def open_head(name: str | Path, target: Target | None = None, *, depth: int | None = None) -> Head:
+def open_head(
+    name: str | Path, target: Target | None = None, *, depth: int | None = None, told: Told | None = None
+) -> Head:
     """Load the head behind `name`, in the dtype it is stored in.
 
     For heads made elsewhere `target`, or its `depth` alone, tells what their files leave open; copies of the
     target's tables must then equal them. Warns of a head that was trained on other weights than `target` has.
-    Raises UserError as `heads.foreign.read_any` does.
+    `told` answers what is open and allows a pickle. Raises UserError as `heads.foreign.read_any` does.
     """
-    folder = find_head(name)
+    folder = find_head(name, pickled=told is not None and told.pickled)
     if target is None:
-        return read_any(folder, num_target_layers=depth)
+        return read_any(folder, told, depth)
     if words := other_weights(folder, target.identity()):
         warnings.warn(f"{words}; expect a shorter acceptance length")
     tables = (target.embedding, target.lm_head.weight)
-    return read_any(folder, num_target_layers=target.num_layers, tables=tables)
+    return read_any(folder, told, target.num_layers, tables)
 
 
 def run_of(folder: Path) -> Path | None:
@@ -68,7 +71,7 @@ def _from_hub(name: str, pickled: bool) -> Path:
         ) from error
     if not pickled and not any((folder / file).is_file() for file in (WEIGHTS, INDEX)):
         raise UserError(
-            f"{name}: holds no safetensors; a {PICKLED} is read (weights only) on request: "
-            f"eagle import {name} --allow-bin --out head/"
+            f"{name}: holds no safetensors; a {PICKLED} is read (weights only) on request, --allow-bin of "
+            "eagle eval and eagle import"
         )
     return head_folder(folder)

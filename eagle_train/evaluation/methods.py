@@ -18,6 +18,7 @@ from eagle_train.decoding.shapes import Dynamic, Shape, Static
 from eagle_train.errors import UserError, nearest
 from eagle_train.evaluation.heads import open_head
 from eagle_train.heads.disk import Head
+from eagle_train.heads.foreign_config import Told
 from eagle_train.heads.medusa import MedusaHead
 from eagle_train.targets.load import Target, load_target
 
@@ -76,10 +77,15 @@ class Entry:
 
 
 def entries_of_head(
-    head: str | Path | Head, target: Target, shapes: Sequence[Shape] | None, sampling: Sampling
+    head: str | Path | Head,
+    target: Target,
+    shapes: Sequence[Shape] | None,
+    sampling: Sampling,
+    told: Told | None = None,
 ) -> list[Entry]:
     """Return one entry for each shape of a head's drafts, its usual one where `shapes` is None."""
-    loaded = open_head(head, target) if isinstance(head, str | Path) else copy.deepcopy(head)  # cast below
+    # a copy: it is cast below
+    loaded = open_head(head, target, told=told) if isinstance(head, str | Path) else copy.deepcopy(head)
     source = str(head) if isinstance(head, str | Path) else "as given"
     kind = loaded.config.kind
     shapes = list(shapes or [usual_shape(loaded)])

@@ -107,7 +107,9 @@ def read_any(
     try:
         read = read_foreign(folder, told, num_target_layers)
     except UserError as error:
-        hint = " (an option of eagle import)" if told is None and "--" in str(error) else ""
+        hint = (
+            " (an option of eagle import)" if " --" in str(error) and "eagle import" not in str(error) else ""
+        )
         raise UserError(f"{error}{hint}") from error
     for note in read.notes:
         warnings.warn(f"{folder}: {note}", stacklevel=2)

@@ -74,8 +74,8 @@ def read_tensors(folder: Path, pickled: bool) -> dict[str, Tensor]:
         raise UserError(f"{folder}: holds neither {WEIGHTS} nor {PICKLED}; wanted a draft head")
     if not pickled:
         raise UserError(
-            f"{file}: a pickle, which is read (weights only) on request alone: "
-            f"eagle import {folder} --allow-bin --out head/"
+            f"{file}: a pickle, which is read (weights only) on request alone, --allow-bin of eagle eval and "
+            "eagle import"
         )
     try:
         loaded = torch.load(file, map_location="cpu", weights_only=True)

@@ -167,6 +167,13 @@ def test_a_foreign_head_is_scored_as_its_original_and_only_with_the_targets_tabl
     tensors = load_file(file)
     save_file(tensors | {"embed_tokens.weight": target.embedding.clone()}, file)
     assert score(theirs)["accepted_histogram"] == ours["accepted_histogram"]
+    torch.save(tensors, theirs / "pytorch_model.bin")
+    file.unlink()
+    with pytest.raises(UserError, match="--allow-bin of eagle eval"):
+        score(theirs)
+    told = Told(pickled=True)
+    pickled = evaluate(theirs, target, questions, [Chain(3)], max_new_tokens=40, told=told, show=False)
+    assert pickled["accepted_histogram"] == ours["accepted_histogram"]
     save_file(tensors | {"embed_tokens.weight": 2 * target.embedding}, file)
     with pytest.raises(UserError, match=r"its embed_tokens\.weight is not the target's"):
         score(theirs)
