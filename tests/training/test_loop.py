@@ -51,8 +51,8 @@ def test_training_lowers_the_loss_and_reports_it(tmp_path, tiny, tiny_shards_dir
     assert lines[-1]["epoch"] > 0
 
 
-def test_weights_and_adam_stay_float32_under_bf16(tmp_path, tiny, tiny_shards_dir, weights):
-    train(tiny_shards_dir, tiny("run.precision=bf16", "run.steps=2"), tmp_path / "run", show=False)
+def test_weights_and_adam_stay_float32_under_bf16(tmp_path, train_tiny, weights):
+    train_tiny("run", "run.precision=bf16", "run.steps=2")
     stored = weights(tmp_path / "run" / "last")
     assert {value.dtype for value in stored.values()} == {torch.float32, torch.int64, torch.bool}
     assert {value.dtype for name, value in stored.items() if "/" in name} == {torch.float32}
@@ -60,7 +60,7 @@ def test_weights_and_adam_stay_float32_under_bf16(tmp_path, tiny, tiny_shards_di
     assert config["dtype"] == "float32"
 
 
-def test_the_frozen_target_is_neither_optimised_nor_changed(tmp_path, tiny, tiny_shards_dir, monkeypatch):
+def test_the_frozen_target_is_neither_optimised_nor_changed(train_tiny, monkeypatch):
     seen = []
 
     def spy(session, *rest):
@@ -70,7 +70,7 @@ def test_the_frozen_target_is_neither_optimised_nor_changed(tmp_path, tiny, tiny
 
     original = loop._loop
     monkeypatch.setattr(loop, "_loop", spy)
-    train(tiny_shards_dir, tiny(), tmp_path / "run", show=False)
+    train_tiny("run")
     [(session, (embedding, lm_head))] = seen
     assert torch.equal(session.frozen.embedding, embedding)
     assert torch.equal(session.frozen.lm_head, lm_head)
@@ -125,10 +125,10 @@ def test_best_is_chosen_by_acceptance_length_and_kept_beside_the_last_two(
     assert kept == ["step-000004", "step-000010", "step-000012"]
 
 
-def test_a_new_best_is_saved_although_no_save_is_due(tmp_path, tiny, tiny_shards_dir, monkeypatch):
+def test_a_new_best_is_saved_although_no_save_is_due(tmp_path, train_tiny, monkeypatch):
     scripted(monkeypatch, [1.0, 1.3, 1.1, 1.1, 1.1])
     run = tmp_path / "run"
-    train(tiny_shards_dir, tiny("run.eval_every=2", "run.save_every=100"), run, show=False)
+    train_tiny("run", "run.eval_every=2", "run.save_every=100")
     assert (run / "best").resolve().name == "step-000002"
 
 
@@ -158,9 +158,9 @@ def test_an_average_is_what_is_evaluated_and_saved(tmp_path, train_tiny, weights
     assert plain["steps"] == 6
 
 
-def test_without_held_out_conversations_best_is_the_last(tmp_path, tiny, tiny_shards_dir):
+def test_without_held_out_conversations_best_is_the_last(tmp_path, train_tiny):
     run = tmp_path / "run"
-    summary = train(tiny_shards_dir, tiny("data.held_out=0"), run, show=False)
+    summary = train_tiny("run", "data.held_out=0")
     assert summary["best_tau"] is None
     assert (run / "best").resolve() == (run / "last").resolve()
 
@@ -265,9 +265,9 @@ def test_tensorboard_writes_events(tmp_path, train_tiny):
     assert list((tmp_path / "run" / "tensorboard").glob("events.out.*"))
 
 
-def test_a_full_disk_is_one_line_and_the_last_checkpoint_stays(tmp_path, tiny, tiny_shards_dir, monkeypatch):
+def test_a_full_disk_is_one_line_and_the_last_checkpoint_stays(tmp_path, train_tiny, monkeypatch):
     run = tmp_path / "run"
-    train(tiny_shards_dir, tiny(), run, show=False)
+    train_tiny("run")
     before = load_tensors(run / "last" / "model.safetensors")[0]
 
     replace = os.replace
@@ -279,8 +279,8 @@ def test_a_full_disk_is_one_line_and_the_last_checkpoint_stays(tmp_path, tiny, t
 
     monkeypatch.setattr("eagle_train.training.checkpoints.os.replace", full)
     with pytest.raises(UserError, match=r"step-000012.*No space left.*free some room"):
-        train(tiny_shards_dir, tiny("run.steps=12"), run, resume=True, show=False)
+        train_tiny("run", "run.steps=12", resume=True)
     monkeypatch.undo()
     after = load_tensors(run / "last" / "model.safetensors")[0]
     assert all(torch.equal(before[name], after[name]) for name in before)
-    assert train(tiny_shards_dir, tiny("run.steps=12"), run, resume=True, show=False)["steps"] == 12
+    assert train_tiny("run", "run.steps=12", resume=True)["steps"] == 12

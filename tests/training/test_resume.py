@@ -145,74 +145,74 @@ def test_a_run_whose_every_checkpoint_is_damaged_is_one_line(change, words, tmp_
 
 
 def test_the_same_command_goes_on_and_other_settings_are_refused(
-    tmp_path, tiny, tiny_shards_dir, tiny_shards_eagle1_dir, interrupt_after
+    tmp_path, train_tiny, tiny_shards_eagle1_dir, interrupt_after
 ):
     run = tmp_path / "run"
     with pytest.raises(UserError, match="holds no run; leave --resume out"):
-        train(tiny_shards_dir, tiny(), run, resume=True, show=False)
+        train_tiny("run", resume=True)
     interrupt_after(2)
     with pytest.raises(KeyboardInterrupt):
-        train(tiny_shards_dir, tiny(), run, show=False)
+        train_tiny("run")
     words = r"holds a run made with other settings: optim.lr=0.5 \(it had 0.001\)"
     with pytest.raises(UserError, match=words):
-        train(tiny_shards_dir, tiny("optim.lr=0.5"), run, show=False)
+        train_tiny("run", "optim.lr=0.5")
     for fixed in ("run.seed=1", "data.tokens_per_step=99", "head.fc_norm=true", "optim.name=muon"):
         with pytest.raises(UserError, match=f"cannot change {fixed.split('=')[0]}"):
-            train(tiny_shards_dir, tiny(fixed), run, resume=True, show=False)
+            train_tiny("run", fixed, resume=True)
     with pytest.raises(UserError, match=r"--resume .*leave --init-from somewhere out"):
-        train(tiny_shards_dir, tiny(), run, resume=True, init_from="somewhere", show=False)
+        train_tiny("run", resume=True, init_from="somewhere")
     eagle1 = load_recipe("eagle1", ["data.held_out=2"])
     with pytest.raises(UserError, match="trained on other shards"):
         train(tiny_shards_eagle1_dir, eagle1, run, resume=True, show=False)
     interrupt_after(-1)
-    assert train(tiny_shards_dir, tiny("optim.lr=2e-3"), run, resume=True, show=False)["steps"] == 8
+    assert train_tiny("run", "optim.lr=2e-3", resume=True)["steps"] == 8
     assert "lr: 0.002" in (run / "recipe.yaml").read_text()
 
 
-def test_a_finished_run_stays_as_it_is(tmp_path, tiny, tiny_shards_dir):
+def test_a_finished_run_stays_as_it_is(tmp_path, train_tiny):
     run = tmp_path / "run"
-    first = train(tiny_shards_dir, tiny(), run, show=False)
+    first = train_tiny("run")
     before = {p: p.read_bytes() for p in run.rglob("*.safetensors")}
-    again = train(tiny_shards_dir, tiny(), run, show=False)
+    again = train_tiny("run")
     assert again == first
     assert {p: p.read_bytes() for p in run.rglob("*.safetensors")} == before
 
 
-def test_a_crash_before_the_pointers_were_set_is_mended(tmp_path, tiny, tiny_shards_dir, interrupt_after):
+def test_a_crash_before_the_pointers_were_set_is_mended(tmp_path, train_tiny, interrupt_after):
     run = tmp_path / "run"
     interrupt_after(5)
     with pytest.raises(KeyboardInterrupt):
-        train(tiny_shards_dir, tiny(), run, show=False)
+        train_tiny("run")
     (run / "best").unlink()
     (run / "last").unlink()
     interrupt_after(-1)
-    train(tiny_shards_dir, tiny(), run, show=False)
+    train_tiny("run")
     assert (run / "last").resolve().name == "step-000008"
     assert (run / "best" / "model.safetensors").is_file()
 
 
-def test_a_best_checkpoint_that_was_deleted_is_chosen_anew(tmp_path, tiny, tiny_shards_dir):
+def test_a_best_checkpoint_that_was_deleted_is_chosen_anew(tmp_path, train_tiny):
     run = tmp_path / "run"
-    train(tiny_shards_dir, tiny("run.steps=12", "run.eval_every=2"), run, show=False)
+    train_tiny("run", "run.steps=12", "run.eval_every=2")
     record = json.loads((run / "last" / "trainer.json").read_text())
     record["state"] |= {"best_step": 3, "best_tau": 9.9}
     (run / "last" / "trainer.json").write_text(json.dumps(record))
-    summary = train(tiny_shards_dir, tiny("run.steps=14", "run.eval_every=2"), run, resume=True, show=False)
+    summary = train_tiny("run", "run.steps=14", "run.eval_every=2", resume=True)
     assert summary["best_step"] == 14
     assert (run / "best").resolve().name == "step-000014"
 
 
 def test_lines_of_metrics_past_the_checkpoint_and_half_lines_are_dropped(
-    tmp_path, tiny, tiny_shards_dir, interrupt_after
+    tmp_path, train_tiny, interrupt_after
 ):
     run = tmp_path / "run"
     interrupt_after(3)
     with pytest.raises(KeyboardInterrupt):
-        train(tiny_shards_dir, tiny(), run, show=False)
+        train_tiny("run")
     with open(run / "metrics.jsonl", "a") as file:
         file.write('{"step": 4, "loss": [1.0]}\n{"step": 5, "lo')
     interrupt_after(-1)
-    train(tiny_shards_dir, tiny(), run, show=False)
+    train_tiny("run")
     assert [line["step"] for line in read_metrics(run)] == list(range(9))
 
 
