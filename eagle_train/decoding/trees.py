@@ -130,6 +130,14 @@ class StaticShape:
         return cls.from_paths([(0,) * depth for depth in range(1, gamma + 1)])
 
     @cached_property
+    def paths(self) -> tuple[tuple[int, ...], ...]:
+        """The ranks from the root down to each node but the root, in node order."""
+        paths: list[tuple[int, ...]] = [()]
+        for parent, rank in zip(self.parents[1:], self.ranks[1:], strict=True):
+            paths.append((*paths[parent], rank))
+        return tuple(paths[1:])
+
+    @cached_property
     def levels(self) -> tuple[tuple[Tensor, Tensor, int, tuple[int, ...]], ...]:
         """What to grow at each depth: row of each node's parent in the last logits, ranks, their number, and
         which new nodes have children and are expanded, numbered within their depth."""

@@ -10,6 +10,25 @@ from eagle_train.decoding.loop import Generation
 from eagle_train.losses.acceptance import AcceptanceCounts
 
 
+class SizeClasses:
+    """Rounds by how many tokens stood before them, in classes 1-1, 2-3, 4-7, .."""
+
+    def __init__(self) -> None:
+        self._sums: dict[int, list[int]] = defaultdict(lambda: [0, 0])
+
+    def add(self, before: int, emitted: int) -> None:
+        """Count a round that emitted so many tokens."""
+        sums = self._sums[before.bit_length()]
+        sums[0] += 1
+        sums[1] += emitted
+
+    @property
+    def taus(self) -> dict[str, float]:
+        """Tokens per round of each class, by its name, the smallest sizes first."""
+        named = ((f"{2 ** (bits - 1)}-{2**bits - 1}", sums) for bits, sums in sorted(self._sums.items()))
+        return {name: tokens / rounds for name, (rounds, tokens) in named}
+
+
 @dataclass
 class Tally:
     """Sums over the answers of one method."""
@@ -21,8 +40,8 @@ class Tally:
     counts: AcceptanceCounts = field(default_factory=AcceptanceCounts)
     accepted_uncut: int = 0
     by_category: dict[str, AcceptanceCounts] = field(default_factory=lambda: defaultdict(AcceptanceCounts))
-    by_place: dict[int, list[int]] = field(default_factory=lambda: defaultdict(lambda: [0, 0]))
-    by_context: dict[int, list[int]] = field(default_factory=lambda: defaultdict(lambda: [0, 0]))
+    by_place: SizeClasses = field(default_factory=lambda: SizeClasses())
+    by_context: SizeClasses = field(default_factory=lambda: SizeClasses())
 
     def add(self, made: Generation, category: str, prompt: int = 0) -> None:
         """Pool one answer to a prompt of that many tokens."""
@@ -34,9 +53,8 @@ class Tally:
             self.counts += made.counts
             self.by_category[category] += made.counts
         for place, emitted in made.rounds:  # by where in the answer, and in the text, a round began
-            for bins, at in ((self.by_place, place), (self.by_context, prompt + place)):
-                bins[at.bit_length()][0] += 1
-                bins[at.bit_length()][1] += emitted
+            self.by_place.add(place, emitted)
+            self.by_context.add(prompt + place, emitted)
         self.accepted_uncut += sum(made.accepted_uncut)
 
     @property
@@ -89,13 +107,7 @@ def method_figures(tally: Tally, plain: Tally, tree: dict[str, Any]) -> dict[str
         "seconds_per_round": seconds_per_round,
         "round_cost": seconds_per_round * plain_rate,
         "tau_by_category": {name: counts.tau for name, counts in sorted(tally.by_category.items()) if name},
-        "tau_by_place": _tau_by_size(tally.by_place),
-        "tau_by_context": _tau_by_size(tally.by_context),
+        "tau_by_place": tally.by_place.taus,
+        "tau_by_context": tally.by_context.taus,
         "tree": tree,
     }
-
-
-def _tau_by_size(bins: dict[int, list[int]]) -> dict[str, float]:
-    """Name classes of sizes 2^(b-1) .. 2^b - 1, smallest first."""
-    named = ((f"{2 ** (bits - 1)}-{2**bits - 1}", sums) for bits, sums in sorted(bins.items()))
-    return {name: tokens / rounds for name, (rounds, tokens) in named}

@@ -11,20 +11,26 @@ from typing import Any
 import torch
 
 from eagle_train.data.prepare import prepare
+from eagle_train.decoding.sampling import Sampling
+from eagle_train.decoding.shapes import Chain, Dynamic, Sampled, Shape
+from eagle_train.decoding.trees import StaticShape
 from eagle_train.errors import UserError
-from eagle_train.evaluation.figures import acceptance_figures
+from eagle_train.evaluation.figures import SizeClasses, acceptance_figures
 from eagle_train.evaluation.heads import find_head, open_head, run_of
+from eagle_train.evaluation.replay import NEVER, replay_chain, replay_paths, tables
 from eagle_train.heads.config import HeadConfig, check_window
 from eagle_train.heads.disk import Head
 from eagle_train.io import read_json
-from eagle_train.losses.acceptance import AcceptanceCounts
+from eagle_train.losses.acceptance import AcceptanceCounts, chain_hits
 from eagle_train.progress import progress
 from eagle_train.recipe_files import load_recipe
+from eagle_train.shards.batches import PackedBatch
+from eagle_train.shards.frozen_target import FrozenTarget
 from eagle_train.shards.reader import Shards, open_shards
 from eagle_train.shards.schema import MANIFEST, holds_feature_of
 from eagle_train.targets.extract import extract
 from eagle_train.targets.load import default_device
-from eagle_train.training.held_out import predict_chain, split
+from eagle_train.training.held_out import split
 from eagle_train.training.loader import Loader
 from eagle_train.training.run_folder import RECIPE, RECORD, fingerprint
 from eagle_train.training.trained_on import other_weights
@@ -38,6 +44,8 @@ def predict(
     target: str | None = None,
     *,
     gamma: int = 3,
+    draft: Shape | None = None,
+    sampling: Sampling | None = None,
     dtype: str = "auto",
     device: str | torch.device | None = None,
     rows: Sequence[int] | None = None,
@@ -46,7 +54,7 @@ def predict(
     other_target: bool = False,
     show: bool = True,
 ) -> dict[str, Any]:
-    """Return the figures that a greedy chain of `gamma` guesses has on `texts`.
+    """Return the figures that `draft`, by default a chain of `gamma` guesses, has on `texts`.
 
     `texts` is a folder of shards, or conversations in any form that prepare reads, for which `target` is
     needed: its features are then taken, unrounded, into a temporary folder. The head runs in float32. Exact
@@ -56,8 +64,12 @@ def predict(
     on other weights of the target is refused without `other_target`. Raises UserError for anything the user
     must change.
     """
-    if gamma < 1:
-        raise UserError(f"gamma: got {gamma}, wanted at least 1")
+    shape, sampling = draft or Chain(gamma), sampling or Sampling()
+    if isinstance(shape, Dynamic) or (isinstance(shape, Sampled) and not sampling.greedy):
+        raise UserError(
+            f"predict: a {shape.figures['draft']} tree depends on more than the text; "
+            "give a chain or a static tree, or decode"
+        )
     depth = open_shards(texts).info["num_layers"] if (Path(texts) / MANIFEST).is_file() else None
     name = str(head) if isinstance(head, str | Path) else "as given"
     # a copy: it is cast below
@@ -69,7 +81,7 @@ def predict(
         if rows is None:
             rows, which = _rows_to_read(head, shards)
         _refuse_other_weights(head, shards, other_target)
-        counts = _counts(loaded, shards, rows, gamma, device, show)
+        figures = _figures(loaded, shards, rows, shape, sampling, device, show)
     elif target is None:
         raise UserError(
             f"{texts}: not a folder of shards; for a file of answers give --target, whose features are needed"
@@ -100,7 +112,7 @@ def predict(
             shards = open_shards(folder / "shards")
             rows, which = list(range(shards.num_rows)), "all"
             _refuse_other_weights(head, shards, other_target)
-            counts = _counts(loaded, shards, rows, gamma, device, show)
+            figures = _figures(loaded, shards, rows, shape, sampling, device, show)
     return {
         "head": name,
         "kind": loaded.config.kind,
@@ -109,26 +121,74 @@ def predict(
         "rows": len(rows),
         "which_rows": which,
         "predicted": True,
-        "temperature": 0.0,
+        "temperature": sampling.temperature,
         "codec": shards.info["codec"],
         "dtype": shards.info["target"]["dtype"],
-        **acceptance_figures(counts, gamma),
-        "tree": {"draft": "chain", "nodes": gamma + 1, "depth": gamma},
+        **figures,
+        "tree": shape.figures,
     }
 
 
-def _counts(
-    head: Head, shards: Shards, rows: Sequence[int], gamma: int, device: str | torch.device, show: bool
-) -> AcceptanceCounts:
+def _figures(
+    head: Head,
+    shards: Shards,
+    rows: Sequence[int],
+    shape: Shape,
+    sampling: Sampling,
+    device: str | torch.device,
+    show: bool,
+) -> dict[str, Any]:
+    """Replay the draft over the rows, batch by batch."""
     _check(head.config, shards)
     head = head.to(device=device, dtype=torch.float32).eval()
     frozen = shards.frozen_target().to(device, torch.float32)
-    loader = Loader(shards, head.config.kind, gamma, _TOKENS_AT_ONCE)
-    counts = AcceptanceCounts()
+    depth = int(shape.figures["depth"])  # type: ignore[call-overload]
+    loader = Loader(shards, head.config.kind, depth, _TOKENS_AT_ONCE)
+    by_place, by_context = SizeClasses(), SizeClasses()
+    counts, rounds, tokens = AcceptanceCounts(), 0.0, 0
+    by_law = isinstance(shape, Chain) and (shape.stop > 0 or not sampling.greedy)
     with progress("predict", sum(int(shards.lengths[row]) for row in rows), "tokens", show) as bar:
         for batch in loader.evaluation(rows):
-            counts += predict_chain(head, frozen, [batch.to(device)], gamma)
-            bar.advance(batch.num_tokens, f"tau {counts.tau:.3f}")
+            batch = batch.to(device)
+            if isinstance(shape, Chain) and by_law:
+                found = tables(head, frozen, batch, depth, sampling)
+                expected = replay_chain(found, shape.gamma, sampling.greedy, shape.stop)
+                rounds, tokens = rounds + expected.rounds, tokens + expected.tokens
+            else:
+                counts += _replayed(head, frozen, batch, shape, by_place, by_context)
+                rounds, tokens = float(counts.rounds), counts.tokens
+            bar.advance(batch.num_tokens, f"tau {tokens / max(rounds, 1):.3f}")
+    if by_law:
+        return {"tau": tokens / rounds if rounds else 1.0, "rounds": rounds, "tokens": tokens}
+    by_size = {"tau_by_place": by_place.taus, "tau_by_context": by_context.taus}
+    return {**acceptance_figures(counts, depth), **by_size}
+
+
+def _replayed(
+    head: Head,
+    frozen: FrozenTarget,
+    batch: PackedBatch,
+    shape: Shape,
+    by_place: SizeClasses,
+    by_context: SizeClasses,
+) -> AcceptanceCounts:
+    """Replay a greedy chain or a static tree; sort its rounds by where they began."""
+    room, began = batch.room.tolist(), []  # type: tuple[list[int], list[tuple[int, int]]]
+    if isinstance(shape, Chain):  # first choices are enough, and faster
+        hits = chain_hits(head, frozen, batch, shape.gamma)
+        ranks, paths = torch.where(hits, 0, NEVER), StaticShape.chain(shape.gamma).paths
+    else:
+        assert not isinstance(shape, Dynamic)
+        depth, paths = max(map(len, shape.paths)), shape.paths
+        ranks = tables(head, frozen, batch, depth, Sampling()).ranks
+    counts = replay_paths(ranks, room, paths, began)
+    before = (batch.position[batch.rows] + 2).tolist()  # tokens of the text when row t guesses x[t+2]
+    first = 0
+    for at, emitted in began:
+        if at >= first + room[first]:  # the next answer
+            first = at
+        by_place.add(at - first + 1, emitted)
+        by_context.add(before[at], emitted)
     return counts
 
 

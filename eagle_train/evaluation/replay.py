@@ -59,21 +59,28 @@ def tables(head: Head, frozen: FrozenTarget, batch: PackedBatch, steps: int, sam
     return Tables(ranks, sure, shares, batch.room.tolist())
 
 
-def replay_paths(found: Tables, paths: Sequence[Sequence[int]]) -> AcceptanceCounts:
+def replay_paths(
+    ranks: Tensor,
+    room: Sequence[int],
+    paths: Sequence[Sequence[int]],
+    began: list[tuple[int, int]] | None = None,
+) -> AcceptanceCounts:
     """Return what a static tree of these paths of ranks accepts; a chain is the paths of zeros.
 
     Exact for greedy text, and for sampled text under the rule of the target's law alone: given the token
-    that was written, a guess of it stood for certain.
+    that was written, a guess of it stood for certain. `ranks` [S, C] and `room` [C] are those of `Tables`;
+    `began` is given the entry at which each round began and the tokens it emitted.
     """
     have = {tuple(path) for path in paths}
-    ranks, depth = found.ranks.T.tolist(), max(map(len, have))
+    rank_of, depth = ranks.T.tolist(), max(map(len, have))
     histogram, rounds, tokens, at = [0] * (depth + 1), 0, 0, 0
-    while at < len(found.room):
-        room = found.room[at]
+    while at < len(room):
         path: tuple[int, ...] = ()
-        while len(path) < min(depth, room) and (*path, ranks[at][len(path)]) in have:
-            path = (*path, ranks[at][len(path)])
-        emitted = min(len(path) + 1, room)
+        while len(path) < min(depth, room[at]) and (*path, rank_of[at][len(path)]) in have:
+            path = (*path, rank_of[at][len(path)])
+        emitted = min(len(path) + 1, room[at])
+        if began is not None:
+            began.append((at, emitted))
         histogram[len(path)] += 1
         rounds, tokens, at = rounds + 1, tokens + emitted, at + emitted
     return AcceptanceCounts(rounds, tokens, tuple(histogram))

@@ -95,12 +95,21 @@ def _shares(values: list[float]) -> str:
 
 def predicted_lines(report: dict[str, Any]) -> list[str]:
     """Return the report of `predict` as lines of text."""
-    return [
-        f"{report['kind']} head {report['head']}, {draft_name(report['tree'])}, predicted without decoding "
-        f"on {report['texts']} ({report['rows']:,} rows: {report['which_rows']}; features {report['codec']})",
+    warm = f" at temperature {report['temperature']:g}" if report["temperature"] else ""
+    found = [
+        f"{report['kind']} head {report['head']}, {draft_name(report['tree'])}{warm}, predicted without "
+        f"decoding on {report['texts']} ({report['rows']:,} rows: {report['which_rows']}; features "
+        f"{report['codec']})",
         f"  acceptance length (tau)   {report['tau']:.3f}   ({report['tokens']:,} tokens in "
-        f"{report['rounds']:,} rounds)",
+        f"{report['rounds']:,.10g} rounds{'' if 'accepted_histogram' in report else ', as expected'})",
+    ]
+    if "accepted_histogram" not in report:
+        return found
+    places = ", ".join(f"{name} {tau:.2f}" for name, tau in report["tau_by_place"].items())
+    return [
+        *found,
         f"  accepted by position      {_shares(report['accepted_by_position'])}",
         f"  given the previous        {_shares(report['accepted_given_previous'])}",
         f"  rounds by accepted count  {' '.join(map(str, report['accepted_histogram']))}",
+        f"  tau by place              {places}",
     ]

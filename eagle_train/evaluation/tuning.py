@@ -157,7 +157,7 @@ def candidates(found: Tables, machine: Machine, greedy: bool) -> Iterator[Candid
     for budget in _BUDGETS:
         for depth in range(1, DEPTH + 1):
             paths = best_paths(rates[:depth], budget)
-            tau = replay_paths(found, paths).tau
+            tau = replay_paths(found.ranks, found.room, paths).tau
             levels = [len(expanded) for _, _, _, expanded in StaticShape.from_paths(paths).levels if expanded]
             yield Candidate(Static(paths), tau, machine.round(len(paths) + 1, levels, tau))
 

@@ -56,7 +56,10 @@ def decoded(target: Target, head, shape, some) -> AcceptanceCounts:
 def test_a_static_tree_replayed_equals_the_loop(target, known, paths):
     some, head, batch = known
     found = tables(head, target.frozen(), batch, 5, Sampling())
-    counts, measured = replay_paths(found, paths), decoded(target, head, Static(paths), some)
+    counts, measured = (
+        replay_paths(found.ranks, found.room, paths),
+        decoded(target, head, Static(paths), some),
+    )
     assert (counts.rounds, counts.tokens) == (measured.rounds, measured.tokens)
     assert counts == AcceptanceCounts(histogram=(0,) * len(counts.histogram)) + measured
     assert counts.tau > 1.1
@@ -119,7 +122,8 @@ def test_sampled_texts_under_the_targets_law_alone_accept_by_rank(toy):
         settings = Settings(max_new_tokens=20, sampling=sampling, eos_ids=(), seed=seed)
         made = generate(toy, HeadDrafter(head, toy, Static(paths), sampling), prompt, settings)
         batch = pack([text_row(toy, (0, 1), prompt, made.ids)], "eagle3")
-        counts = replay_paths(tables(head, toy.frozen(), batch, 2, sampling), paths)
+        found = tables(head, toy.frozen(), batch, 2, sampling)
+        counts = replay_paths(found.ranks, found.room, paths)
         assert (counts.rounds, counts.tokens) == (made.counts.rounds, made.counts.tokens)
 
 

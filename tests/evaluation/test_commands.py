@@ -93,8 +93,8 @@ def test_predicting_needs_no_target_for_shards(head_dir, tiny_shards_dir, capsys
         (("--target", "T", "--gamma", "5"), "--gamma 5: a size of a chain draft; give --draft chain with it"),
         (("--target", "T", "--draft", "chain", "--depth", "2"), "--depth 2: a size of a dynamic draft"),
         (
-            ("--predict", "S", "--temperature", "1"),
-            "--predict decodes nothing, so --temperature has no meaning",
+            ("--predict", "S", "--max-turns", "1"),
+            "--predict decodes nothing, so --max-turns has no meaning",
         ),
         (("--target", "T", "--gamma", "0", "--draft", "chain"), "chain: got 0 guesses"),
         (("--target", "T", "--temperature", "-1"), "temperature: got -1"),

@@ -9,12 +9,14 @@ import pytest
 import torch
 
 from eagle_train.data.prepare import prepare
-from eagle_train.decoding.drafters import Chain
 from eagle_train.decoding.loop import Settings, plain
+from eagle_train.decoding.sampling import Sampling
+from eagle_train.decoding.shapes import Chain, Dynamic, Sampled, Static
 from eagle_train.errors import UserError
 from eagle_train.evaluation.evaluate import evaluate
 from eagle_train.evaluation.predict import predict
 from eagle_train.evaluation.questions import Question, conversations
+from eagle_train.evaluation.report import predicted_lines
 from eagle_train.heads.config import HeadConfig
 from eagle_train.heads.disk import build_head, save_head
 from eagle_train.provenance import tokenizer_fingerprint
@@ -101,6 +103,43 @@ def test_predicted_figures_of_answers_equal_the_measured_ones(
 
 
 @pytest.mark.parametrize("kind", ["eagle1", "eagle3"])
+@pytest.mark.parametrize(
+    "draft", [Static(), Sampled((3, 2)), Chain(3, stop=0.2)], ids=["static", "ranks", "stop"]
+)
+def test_trees_and_stopping_chains_are_predicted_too(target, answered, trained, kind, draft):
+    head = trained[kind] / "last"
+    everything = range(open_shards(answered[1][kind]).num_rows)
+    predicted = predict(head, answered[1][kind], draft=draft, rows=everything, show=False)
+    measured = evaluate(head, target, QUESTIONS, [draft], max_new_tokens=24, show=False)
+    names = ["tau", "rounds", "tokens", "tree"]
+    if not isinstance(draft, Chain):
+        names += ["accepted_histogram", "tau_by_place", "tau_by_context"]
+    for name in names:
+        assert predicted[name] == pytest.approx(measured[name]), name
+    assert predicted["tau"] > 1.1
+
+
+def test_a_sampled_chain_is_expected_to_take_the_rounds_it_took(target, answered, trained):
+    """On greedy text both ways to look at it agree where the temperature is near 0."""
+    shards, head = answered[1]["eagle3"], trained["eagle3"] / "last"
+    everything = range(open_shards(shards).num_rows)
+    cold = predict(head, shards, draft=Chain(3), sampling=Sampling(1e-3), rows=everything, show=False)
+    greedy = predict(head, shards, draft=Chain(3), rows=everything, show=False)
+    assert cold["tokens"] == greedy["tokens"]
+    assert cold["rounds"] == pytest.approx(greedy["rounds"], abs=0.5)
+    warm = predict(head, shards, draft=Chain(3), sampling=Sampling(1.0), rows=everything, show=False)
+    assert 1 < warm["tau"] < 4
+    assert warm["tau"] != pytest.approx(greedy["tau"], abs=0.05)
+    assert "as expected" in "\n".join(predicted_lines(warm))
+
+
+def test_what_depends_on_more_than_the_text_is_not_predicted(answered, trained):
+    for draft, sampling in ((Dynamic(), None), (Sampled(), Sampling(1.0))):
+        with pytest.raises(UserError, match="depends on more than the text"):
+            predict(trained["eagle3"], answered[1]["eagle3"], draft=draft, sampling=sampling, show=False)
+
+
+@pytest.mark.parametrize("kind", ["eagle1", "eagle3"])
 def test_a_run_is_predicted_on_the_rows_it_held_out(answered, trained, kind):
     shards = open_shards(answered[1][kind])
     (held,) = split(shards.conversation_ids, 1)[1]
@@ -129,7 +168,7 @@ def test_what_cannot_be_predicted_from_is_refused(tiny_shards_eagle1_dir, tiny_s
         predict(head, tmp_path / "answers.jsonl", show=False)
     with pytest.raises(UserError, match="features of eagle1, the head is eagle3"):
         predict(head, tiny_shards_eagle1_dir, show=False)
-    with pytest.raises(UserError, match="gamma: got 0"):
+    with pytest.raises(UserError, match="chain: got 0 guesses"):
         predict(head, tiny_shards_dir, gamma=0, show=False)
     other = build_head(HeadConfig.for_target(target.config.to_dict(), "eagle3", feature_layers=(1, 2, 3)))
     with pytest.raises(UserError, match=r"captured layers \(2, 4, 5\), the head reads \(1, 2, 3\)"):
