@@ -95,7 +95,7 @@ def _is_path(name: str) -> bool:
 
 def _check_served(head: Head, engine: str, facts: TargetFacts, where: Path) -> None:
     """Raise UserError where `engine` would not compute the head, or cannot be told its target."""
-    if reasons := refusals(head, engine, facts.num_layers):
+    if reasons := refusals(head, engine, facts.num_layers, facts.model_type):
         raise UserError(f"{where}: cannot be exported for {engine}: {'; '.join(reasons)}")
     if engine == "speculators" and not is_hub_id(head.config.target):
         raise UserError(
@@ -137,7 +137,8 @@ def _provenance(
     """Return provenance.json: names instead of paths, and no time, so equal heads give equal bytes."""
     shared = config.kind == "eagle3" and engine in _ONE_DIRECTORY
     others = [other for other in _ONE_DIRECTORY if other != engine] if shared else []
-    refused = {other: "; ".join(why) for other in others if (why := refusals(head, other, target.num_layers))}
+    reasons = {other: refusals(head, other, target.num_layers, target.model_type) for other in others}
+    refused = {other: "; ".join(why) for other, why in reasons.items() if why}
     return {
         "format_version": 1,
         "made_by": _MADE_BY,

@@ -25,12 +25,15 @@ _IGNORES = {  # switches of the forward that an engine does not know
         "target_hidden_size",
     ),
 }
+_COUNTS_BY_FIRST = ("deepseek_v2", "deepseek_v3", "deepseek_v32", "glm4_moe_lite")  # SGLang 0.5.23
 
 
-def refusals(head: Head, engine: str, num_target_layers: int | None) -> list[str]:
+def refusals(
+    head: Head, engine: str, num_target_layers: int | None, target_type: str | None = None
+) -> list[str]:
     """Return why `engine` would not compute what the head does, one sentence each; none if it does.
 
-    `num_target_layers` is n where it is known.
+    `num_target_layers` is n where it is known, `target_type` the target's model_type likewise.
     """
     config, name = head.config, NAMES[engine]
     if isinstance(head, MedusaHead):
@@ -58,6 +61,11 @@ def refusals(head: Head, engine: str, num_target_layers: int | None) -> list[str
         if config.num_hidden_layers != 1:
             found.append(f"num_hidden_layers is {config.num_hidden_layers}: {name} loads one midlayer")
         found += _layers(config, engine, num_target_layers)
+        if engine == "sglang" and target_type in _COUNTS_BY_FIRST and config.feature_layers[:1] != (2,):
+            found.append(
+                f"feature_layers {config.feature_layers}: with {target_type} targets SGLang takes ids for "
+                "layers' inputs unless the first is 1, so that only heads that read hs[2] are safe"
+            )
     if engine == "eagle":
         found += _repository(config)
     return found

@@ -89,6 +89,7 @@ class Source:
             name=name,
             dtype=next((str(dtype) for dtype in dtypes if dtype), None),
             num_layers=text.get("num_hidden_layers"),
+            model_type=text.get("model_type") or config.get("model_type"),
             max_positions=text.get("max_position_embeddings"),
             revision=recorded.get("revision") if recorded.get("name") == name else None,
             fingerprint=recorded.get("fingerprint") if recorded.get("name") == name else None,
@@ -102,6 +103,7 @@ class TargetFacts:
     name: str
     dtype: str | None = None  # torch's name, such as bfloat16
     num_layers: int | None = None
+    model_type: str | None = None
     max_positions: int | None = None
     revision: str | None = None
     fingerprint: str | None = None

@@ -94,6 +94,15 @@ def test_speculators_want_the_targets_hub_id(head_dir, tmp_path):
     assert record["speculators_config"]["verifier"]["name_or_path"] == "org/target"
 
 
+def test_targets_whose_ids_sglang_reads_by_their_first_take_the_usual_first_layer_alone(head_dir, tmp_path):
+    target = _target(tmp_path / "target", model_type="deepseek_v3")
+    other = head_dir("eagle3", feature_layers=(3, 4, 5), name="other")
+    with pytest.raises(UserError, match="with deepseek_v3 targets SGLang takes ids for layers' inputs"):
+        export(other, tmp_path / "out", engine="sglang", target=target)
+    export(other, tmp_path / "out", engine="vllm", target=target)
+    export(head_dir("eagle3"), tmp_path / "out", engine="sglang", target=target)  # hs[2] first
+
+
 def test_first_layer_serves_in_vllm_alone(head_dir, tmp_path):
     export(head_dir("eagle3", feature_layers=(0, 2, 4)), tmp_path / "out", engine="vllm")
     written = json.loads((tmp_path / "out" / "config.json").read_text())
