@@ -161,6 +161,7 @@ def test_a_folder_with_other_files_or_another_trainer_is_refused(tmp_path, tiny,
     assert words.endswith("holds other files (thesis.tex); choose an empty or new --out")
     busy = tmp_path / "busy"
     busy.mkdir()
+    (busy / "thesis.tex").write_text("x")  # whose it is matters before what it holds
     program = "import time; from eagle_train.training.run_folder import lock; from pathlib import Path\n"
     program += f"held = lock(Path({str(busy)!r})); print('held', flush=True); time.sleep(60)"
     with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) as other:
