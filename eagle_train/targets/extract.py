@@ -11,7 +11,6 @@ import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,14 +22,14 @@ from eagle_train.io import make_folder
 from eagle_train.progress import Progress, bytes_text, progress
 from eagle_train.shards.claims import Claims, clear, take_in_turn
 from eagle_train.shards.manifest import close_directory, read_manifest
-from eagle_train.shards.reader import load_frozen
-from eagle_train.shards.schema import INDEX, MANIFEST, PLAN, Plan, shard_name
+from eagle_train.shards.schema import INDEX, MANIFEST, Plan, shard_name
 from eagle_train.shards.writer import ShardBuffer, finished_shard, verified_shard
 from eagle_train.targets.batch import RowBatch, load_batch, run_batch, store_batch
 from eagle_train.targets.capture import FeatureTap
 from eagle_train.targets.check import check_start
 from eagle_train.targets.load import Target, load_target
 from eagle_train.targets.peers import Peers
+from eagle_train.targets.settle import settle
 from eagle_train.targets.survey import Survey, refuse_full_disk, survey
 
 
@@ -89,17 +88,18 @@ def extract(
             trust_remote_code=trust_remote_code,
             device_map=device_map,
         )
-        plan = _settle(work, model, folder)
+        plan = settle(work, model, folder)
         limit = max(1, plan.num_rows // 100) if max_bad_rows is None else max_bad_rows
-        started = time.monotonic()
-        done, waited = _work(work, plan, model, folder, limit, show and distributed.is_main())
+        started, done, waited = time.monotonic(), list[int](), 0.0
+        while True:
+            made, spent, mended = _work(work, plan, model, folder, limit, show and distributed.is_main())
+            done, waited = done + made, waited + spent
+            if not (distributed.is_main() or mended) or _closed(folder, plan):
+                break
     seconds = time.monotonic() - started
     share = waited / max(seconds, 1e-9)
-    if distributed.is_main():
-        if done and show:
-            print(f"extract: {share:.1%} of the time was spent waiting for the disk", file=sys.stderr)
-        close_directory(folder, plan)
-        clear(folder)
+    if done and show and distributed.is_main():
+        print(f"extract: {share:.1%} of the time was spent waiting for the disk", file=sys.stderr)
     return {
         **summary_of(folder),
         "complete": True,
@@ -144,50 +144,18 @@ def _threads(work: Survey) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def _settle(work: Survey, target: Target, folder: Path) -> Plan:
-    """Complete the plan by the target's identity and write it, or find the same one there."""
-    identity = target.identity()
-    while True:
-        known = Plan.load(folder) if (folder / PLAN).is_file() else None
-        if known is not None and known.setting.target["fingerprint"] == identity["fingerprint"]:
-            for name in ("name", "revision"):  # those first given stay in the headers
-                identity[name] = known.setting.target[name]
-        setting = replace(work.plan.setting, target=identity, vocab_size=target.vocab_size)
-        plan = replace(work.plan, setting=setting)
-        if known is None:
-            if plan.create(folder):
-                break
-            continue  # another run was quicker
-        known.setting.refuse_other(setting, folder)
-        if known != plan:
-            raise UserError(
-                f"{folder / PLAN}: edited: not the plan of these rows; delete the folder to start again"
-            )
-        break
-    if distributed.is_main():
-        _keep_frozen(target, folder)
-    return plan
-
-
-def _keep_frozen(target: Target, folder: Path) -> None:
-    """Write embedding and output map, unless the right ones are there."""
-    frozen = target.frozen()
-    with suppress(UserError):
-        info = read_manifest(folder) if (folder / MANIFEST).is_file() else {}
-        load_frozen(folder, frozen.target["fingerprint"], info.get("target_checksum"))
-        return
-    frozen.save(folder)
-
-
 def _work(
     work: Survey, plan: Plan, target: Target, folder: Path, limit: int, show: bool
-) -> tuple[list[int], float]:
-    """Take shards until all are there; return those made here and the seconds spent waiting for the disk."""
+) -> tuple[list[int], float, bool]:
+    """Take shards until all are there.
+
+    Returns those made here, the seconds spent waiting for the disk, and whether a damaged one was removed.
+    """
     with Claims(folder) as claims:
-        finished = _finished(plan, folder, claims)
+        finished, mended = _finished(plan, folder, claims)
         todo = [number for number, bad in enumerate(finished) if bad is None]
         if not todo:
-            return [], 0.0
+            return [], 0.0, mended
         if distributed.is_main():  # which writes it again at the end
             _reopen(folder)
         skipped = sum(bad for bad in finished if bad is not None)
@@ -231,15 +199,16 @@ def _work(
                 writing.result()
             waited += time.monotonic() - before
             shown.advance(seen.newly_done(now=True))
-    return done, waited
+    return done, waited, mended
 
 
-def _finished(plan: Plan, folder: Path, claims: Claims) -> list[int | None]:
+def _finished(plan: Plan, folder: Path, claims: Claims) -> tuple[list[int | None], bool]:
     """Return how many rows each shard has skipped, None where it is still to be made.
 
-    This worker's share of those that are there is verified, a damaged one removed.
+    This worker's share of those that are there is verified, a damaged one removed: then also True.
     """
     found: list[int | None] = []
+    mended = False
     for number in range(len(plan.shards)):
         shard = finished_shard(folder, plan, number)
         mine = number % distributed.world_size() == distributed.rank()
@@ -248,9 +217,10 @@ def _finished(plan: Plan, folder: Path, claims: Claims) -> list[int | None]:
             if claims.take(number):  # nobody is writing it: look again, then remove it
                 if verified_shard(folder, plan, number) is None:
                     (folder / shard_name(number)).unlink(missing_ok=True)
+                    mended = True
                 claims.release(number)
         found.append(None if shard is None else len(shard.header["skipped"]))
-    return found
+    return found, mended
 
 
 def _fill(
@@ -268,6 +238,18 @@ def _fill(
             store_batch(tap, batch, features, buffer, plan.setting)
         shown.advance(len(batch.real) + seen.newly_done())
     return buffer
+
+
+def _closed(folder: Path, plan: Plan) -> bool:
+    """Write the manifest; return False when another worker has just found a shard damaged and removed it."""
+    try:
+        close_directory(folder, plan)
+    except UserError:
+        if all(finished_shard(folder, plan, number) for number in range(len(plan.shards))):
+            raise
+        return False
+    clear(folder)
+    return True
 
 
 @contextmanager

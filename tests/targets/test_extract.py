@@ -225,6 +225,39 @@ def test_a_late_worker_does_not_take_away_the_manifest_that_the_main_one_wrote(
     assert _bytes(tmp_path / "out") == before
 
 
+def test_a_shard_that_another_worker_removes_at_the_last_moment_is_made_anew(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run()
+    before, own, calls = _bytes(tmp_path / "out"), room.close_directory, []
+
+    def removed_meanwhile(folder: Path, plan: Any) -> Any:
+        calls.append(1)
+        if len(calls) == 1:
+            (folder / "shard-00003.safetensors").unlink()
+        return own(folder, plan)
+
+    monkeypatch.setattr(room, "close_directory", removed_meanwhile)
+    assert run()["shards_done_here"] == 1
+    assert len(calls) == 2
+    assert _bytes(tmp_path / "out") == before
+
+
+def test_damage_in_anothers_share_is_left_to_it(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run()
+    before = _bytes(tmp_path / "out")
+    content = bytearray(before["shard-00001.safetensors"])
+    content[-9] ^= 1
+    (tmp_path / "out" / "shard-00001.safetensors").write_bytes(content)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    for rank, made in (("0", 0), ("1", 1)):
+        monkeypatch.setenv("RANK", rank)
+        assert run()["shards_done_here"] == made
+    assert _bytes(tmp_path / "out") == before
+
+
 def test_finished_work_is_not_done_again(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     run()
     monkeypatch.setattr(room, "run_batch", None)
