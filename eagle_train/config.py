@@ -26,7 +26,7 @@ class HeadRecipe:
     norm_output: bool = False  # EAGLE-3.1: the normed output is fed to the next step
     norm_before_fc: bool = False  # one RMSNorm on all features together before fc
     norm_before_residual: bool = False  # the first layer's residual is the normed feature; not in SGLang
-    qk_norm: bool = False  # norms on queries and keys as in Qwen3; no engine serves such a head
+    qk_norm: bool = False  # norms on queries and keys as in Qwen3; served by vLLM alone
     intermediate_size: int | None = None  # null = the target's
     medusa_heads: int | None = None  # of kind medusa: tokens guessed ahead
     init_layer: int | None = None  # start the first layer from this layer of the target, counted from 0

@@ -119,6 +119,8 @@ def _speculators_config(config: HeadConfig) -> dict[str, Any]:
         },
         "transformer_layer_config": {key: value[key] for key in value if key in layer_keys},
     }
+    if config.qk_norm:  # which Qwen3's layers have
+        found["transformer_layer_config"]["model_type"] = "qwen3"
     if "target_hidden_size" in value:
         found["target_hidden_size"] = value["target_hidden_size"]
     return found
@@ -163,6 +165,8 @@ def wanted_tensors(config: HeadConfig, engine: str) -> dict[str, tuple[int, ...]
     }
     if config.norm_before_fc:
         wanted["input_norm.weight"] = (config.feature_width,)
+    if config.qk_norm:
+        wanted |= {f"midlayer.self_attn.{one}_norm.weight": (config.head_dim,) for one in ("q", "k")}
     if config.fc_norm:
         wanted |= {f"fc_norm.{i}.weight": (width,) for i in range(config.num_features)}
     if config.reduced_vocabulary:

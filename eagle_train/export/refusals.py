@@ -15,7 +15,7 @@ NAMES = {"vllm": "vLLM", "sglang": "SGLang", "speculators": "speculators", "eagl
 _IGNORES = {  # switches of the forward that an engine does not know
     "vllm": ("qk_norm",),
     "sglang": ("qk_norm", "norm_before_residual"),
-    "speculators": ("qk_norm",),
+    "speculators": (),
     "eagle": (
         "qk_norm",
         "fc_norm",
@@ -42,6 +42,8 @@ def refusals(
         return [
             f"kind {config.kind}: vLLM reads EAGLE-3 heads alone in the speculators layout; use --engine vllm"
         ]
+    if config.qk_norm and engine == "vllm" and config.kind == "eagle3":
+        return ["qk_norm: vLLM has such heads in its other layout alone; use --engine speculators"]
     found = [
         f"{switch}: {name} does not compute it" for switch in _IGNORES[engine] if getattr(config, switch)
     ]

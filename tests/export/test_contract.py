@@ -226,6 +226,18 @@ def test_the_speculators_layout_numbers_its_layer_and_writes_every_switch(head_d
     }
 
 
+def test_norms_on_queries_and_keys_go_to_vllm_as_a_layer_of_qwen3(head_dir, tmp_path):
+    export(head_dir("eagle3", qk_norm=True), tmp_path / "out", engine="speculators", dtype="keep")
+    stored, _ = load_tensors(tmp_path / "out" / "model.safetensors")
+    norms = {f"layers.0.self_attn.{one}_norm.weight": (16,) for one in "qk"}
+    assert {name: tuple(tensor.shape) for name, tensor in stored.items() if "_norm." in name} == {
+        **norms,
+        "layers.0.hidden_norm.weight": (32,),
+    }
+    written = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert written["transformer_layer_config"]["model_type"] == "qwen3"
+
+
 @pytest.mark.parametrize("bias", [False, True])
 def test_eagles_repository_is_told_about_the_bias_that_it_takes_for_granted(bias, head_dir, tmp_path):
     export(head_dir("eagle1", head_dim=8, fc_bias=bias), tmp_path / "out", engine="eagle", dtype="keep")
