@@ -38,7 +38,7 @@ def run(
         None,
         "--method",
         metavar="NAME[=DIR]",
-        help="plain, draft-model=DIR, prompt-lookup, lookahead; medusa, eagle1, eagle2, eagle3 (=DIR, "
+        help="plain, draft-model=DIR (or =first:6, the target's own layers), prompt-lookup, lookahead; medusa, eagle1, eagle2, eagle3 (=DIR, "
         "or HEAD's). Repeat it to compare.",
     ),
     questions: list[str] | None = typer.Option(
@@ -176,10 +176,11 @@ def run(
 
     from eagle_train.decoding.sampling import Sampling
     from eagle_train.evaluation.grid import check_reports, evaluate_grid, write_reports
-    from eagle_train.evaluation.methods import Method, Sizes
+    from eagle_train.evaluation.methods import HEAD_KINDS, Method, Sizes
     from eagle_train.heads.foreign_config import Told
 
     methods = [Method.parse(text, head) for text in method or []]
+    named = any(one.name in HEAD_KINDS and one.source == head for one in methods)  # HEAD has its method
     chains = not any(one.name in ("draft-model", "prompt-lookup") for one in methods) or "chain" in (
         draft or []
     )
@@ -189,7 +190,7 @@ def run(
             raise UserError(f"--{option} {value}: a size of lookahead; give --method lookahead with it")
     check_reports(report or [])
     reports = evaluate_grid(
-        head,
+        None if named else head,
         target,
         questions or [],
         temperatures,

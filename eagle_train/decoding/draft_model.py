@@ -5,6 +5,8 @@ Source: Leviathan et al. 2023 (arXiv 2211.17192); Chen et al. 2023 (arXiv 2302.0
 
 from __future__ import annotations
 
+import copy
+
 import torch
 from torch import Tensor
 
@@ -82,3 +84,26 @@ class DraftModel:
         """Read tokens; return their final states [m, H]."""
         self._read += ids
         return self._reader.read(ids).last
+
+
+def first_layers(target: Target, number: int) -> Target:
+    """Return a model of the target's first `number` layers, its norm and its lm_head, sharing all weights.
+
+    Raises UserError for a number that leaves none out.
+    """
+    if not 1 <= number < target.num_layers:
+        raise UserError(
+            f"draft model of the first {number} layers: {target.name} has {target.num_layers}; wanted 1 to "
+            f"{target.num_layers - 1}"
+        )
+    shared = {id(parameter): parameter for parameter in target.model.parameters()}  # copied by reference
+    model = copy.deepcopy(target.model, shared)
+    cut = Target(f"the first {number} layers of {target.name}", target.revision, model)
+    kept = cut.layers[:number]
+    for module in cut.body.modules():
+        for name, child in module.named_children():
+            if child is cut.layers:
+                setattr(module, name, kept)
+                cut.config.num_hidden_layers = number
+                return Target(cut.name, cut.revision, model)
+    raise UserError(f"{target.name}: its layers could not be cut; give a draft model of its own")

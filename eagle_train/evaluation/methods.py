@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from eagle_train.decoding.draft_model import DraftModel
+from eagle_train.decoding.draft_model import DraftModel, first_layers
 from eagle_train.decoding.drafters import Drafter, HeadDrafter
 from eagle_train.decoding.lookahead import Lookahead
 from eagle_train.decoding.medusa import MedusaDrafter, usual_tree
@@ -33,7 +33,7 @@ METHODS = ("plain", "draft-model", "prompt-lookup", "lookahead", *HEAD_KINDS)
 
 @dataclass(frozen=True)
 class Method:
-    """What ``--method NAME[=SOURCE]`` says; SOURCE is a head or, for draft-model, a model."""
+    """What ``--method NAME[=SOURCE]`` says; SOURCE is a head or, for draft-model, a model or ``first:N``."""
 
     name: str
     source: str | None = None
@@ -127,13 +127,20 @@ def _drafter(
     gamma = {} if sizes.gamma is None else {"gamma": sizes.gamma}
     if method.name == "draft-model":
         assert method.source is not None
-        dtype, code = target.dtype, target.trust_remote_code
-        model = load_target(method.source, dtype=dtype, device=target.device, trust_remote_code=code)
-        return DraftModel(model, target, sampling=sampling, **gamma)
+        return DraftModel(_draft_model(method.source, target), target, sampling=sampling, **gamma)
     if method.name == "prompt-lookup":
         return PromptLookup(**gamma)
     window = {name: getattr(sizes, name) for name in ("window", "level", "guesses")}
     return Lookahead(target, **{name: value for name, value in window.items() if value is not None})
+
+
+def _draft_model(source: str, target: Target) -> Target:
+    """Load a draft model beside the target; ``first:N`` is the target's own first N layers."""
+    start, _, number = source.partition(":")
+    if start == "first" and number.isdecimal():
+        return first_layers(target, int(number))
+    code = target.trust_remote_code
+    return load_target(source, dtype=target.dtype, device=target.device, trust_remote_code=code)
 
 
 def _entries_of_named_head(

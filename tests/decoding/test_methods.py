@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from eagle_train.decoding.draft_model import DraftModel
+from eagle_train.decoding.draft_model import DraftModel, first_layers
 from eagle_train.decoding.lookahead import Lookahead
 from eagle_train.decoding.loop import Settings, generate, plain
 from eagle_train.decoding.prompt_lookup import PromptLookup
@@ -185,6 +185,20 @@ def test_a_draft_model_guesses_as_it_would_alone(target, shallow):
         alone = plain(shallow, text, Settings(max_new_tokens=3, eos_ids=())).ids
         assert list(tree.tokens) == [text[-1], *alone]
         text = [*PROMPT, *got.ids][: len(text) + accepted + 1]
+
+
+def test_the_first_layers_of_the_target_are_a_draft_model_that_shares_its_weights(target, shallow):
+    cut = first_layers(target, 6)
+    assert (cut.num_layers, target.num_layers) == (6, 8)
+    ours = {name: parameter.data_ptr() for name, parameter in target.model.named_parameters()}
+    assert all(parameter.data_ptr() == ours[name] for name, parameter in cut.model.named_parameters())
+    settings = Settings(max_new_tokens=20, eos_ids=())
+    assert plain(cut, PROMPT, settings).ids == plain(shallow, PROMPT, settings).ids
+    got = generate(target, DraftModel(cut, target, 2), PROMPT, settings)
+    assert got.ids == plain(target, PROMPT, settings).ids
+    for number in (0, 8):
+        with pytest.raises(UserError, match="wanted 1 to 7"):
+            first_layers(target, number)
 
 
 def test_the_target_as_its_own_draft_model_is_always_right(toy):

@@ -13,16 +13,20 @@ import pytest
 import torch
 from eagle_cli.main import main
 
+from eagle_train.decoding.loop import Settings
+from eagle_train.decoding.sampling import Sampling
 from eagle_train.decoding.shapes import Chain, Dynamic, Sampled, Static, read_shape, write_shape
 from eagle_train.errors import UserError
+from eagle_train.evaluation import comparison
 from eagle_train.evaluation.evaluate import evaluate
 from eagle_train.evaluation.hub_questions import SETS
-from eagle_train.evaluation.methods import Method, Sizes
+from eagle_train.evaluation.methods import Method, Sizes, entries_of
 from eagle_train.evaluation.page import as_page
 from eagle_train.evaluation.questions import Question, read_questions
 from eagle_train.evaluation.tables import as_csv, as_lines
 from eagle_train.heads.config import HeadConfig
 from eagle_train.heads.disk import build_head, save_head
+from eagle_train.progress import Progress
 from eagle_train.targets.load import Target, load_target
 
 QUESTIONS = [
@@ -52,8 +56,6 @@ def reports(target, heads, tiny_target_dir) -> list[dict]:
     texts = ["plain", "prompt-lookup", "lookahead", f"draft-model={tiny_target_dir}"]
     texts += [f"eagle1={heads['eagle1']}", f"eagle2={heads['eagle1']}", f"eagle3={heads['eagle3']}"]
     methods = [Method.parse(text) for text in texts]
-    from eagle_train.decoding.sampling import Sampling
-
     return [
         {
             "set": "made up",
@@ -87,6 +89,24 @@ def test_every_method_answers_the_same_prompts_by_one_loop(reports):
     assert own["accepted_by_position"][0] == 1  # the target is its own draft model here
     assert 2.5 < own["tau"] <= 3
     assert all(result["lossless"] is None for result in sampled["results"])
+
+
+def test_progress_moves_within_an_answer(target, monkeypatch):
+    heard = []
+
+    class Bar(Progress):
+        def advance(self, count: int = 1, note: str = "") -> None:
+            heard.append((count, note))
+
+    monkeypatch.setattr(comparison, "_SECONDS_BETWEEN_NOTES", -1.0)
+    entries = entries_of(Method("prompt-lookup"), target, None, Sampling(), Sizes())
+    run = comparison.Comparison(
+        target, entries, Settings(max_new_tokens=5, eos_ids=()), Bar("eval", 1, "prompts")
+    )
+    run.answer([5, 17, 250], "question a", 0, "")
+    assert (0, "question a, plain: 3 tokens") in heard
+    assert any(count == 0 and note.startswith("question a, prompt-lookup: 1 tokens") for count, note in heard)
+    assert [count for count, _ in heard if count] == [1]
 
 
 def test_acceptance_is_told_by_place_and_by_the_length_of_the_text(reports):
