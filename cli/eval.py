@@ -38,8 +38,8 @@ def run(
         None,
         "--method",
         metavar="NAME[=DIR]",
-        help="plain, draft-model=DIR (or =first:6, the target's own layers), prompt-lookup, lookahead; medusa, eagle1, eagle2, eagle3 (=DIR, "
-        "or HEAD's). Repeat it to compare.",
+        help="plain, draft-model=DIR (or =first:6, the target's own layers), prompt-lookup, lookahead; "
+        "medusa, eagle1, eagle2, eagle3 (=DIR, or HEAD's). Repeat it to compare.",
     ),
     questions: list[str] | None = typer.Option(
         None,
