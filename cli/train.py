@@ -126,8 +126,9 @@ def _words(summary: dict[str, Any]) -> str:
             f"{summary['held_out_conversations']} held-out conversations)"
         )
     skipped = f", {summary['skipped']} skipped (gradient not finite)" if summary["skipped"] else ""
+    early = ", ended by run.patience" if summary["out_of_patience"] else ""
     return (
         f"{summary['out']}: {summary['steps']:,} steps{skipped}, {summary['tokens']:,} tokens in "
-        f"{summary['seconds'] / 60:.1f} minutes; {tau}\n"
+        f"{summary['seconds'] / 60:.1f} minutes{early}; {tau}\n"
         f"next: eagle eval {summary['out']} --target {summary['target']}"
     )

@@ -65,10 +65,14 @@ class Session:
     @property
     def finished(self) -> bool:
         """True when the run's budget is used up, or its patience."""
-        state, patience = self.state, self.recipe.run.patience
-        if patience is not None and state.num_worse >= patience:
-            return True
-        return self.time_share >= 1 or (self.num_steps is not None and state.step >= self.num_steps)
+        out_of_steps = self.num_steps is not None and self.state.step >= self.num_steps
+        return self.time_share >= 1 or out_of_steps or self.out_of_patience
+
+    @property
+    def out_of_patience(self) -> bool:
+        """True after run.patience evaluations without a new best."""
+        patience = self.recipe.run.patience
+        return patience is not None and self.state.num_worse >= patience
 
     @property
     def evaluation_due(self) -> bool:
@@ -150,6 +154,7 @@ class Session:
             "tau": state.tau,
             "best_tau": state.best_tau,
             "best_step": state.best_step,
+            "out_of_patience": self.out_of_patience,
             "gamma": self.recipe.run.eval_gamma,
             "target": self.engine.head.config.target,
             **self.facts,

@@ -137,6 +137,7 @@ def test_patience_ends_a_run_that_no_longer_improves(tmp_path, tiny, tiny_shards
     recipe = tiny("run.eval_every=1", "run.steps=50", "run.patience=2")
     summary = train(tiny_shards_dir, recipe, tmp_path / "run", show=False)
     assert (summary["steps"], summary["best_step"], summary["best_tau"]) == (5, 3, 1.4)
+    assert summary["out_of_patience"]
     assert train(tiny_shards_dir, recipe, tmp_path / "run", show=False)["steps"] == 5
     assert (tmp_path / "run" / "best").resolve().name == "step-000003"
 
