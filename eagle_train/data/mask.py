@@ -19,12 +19,12 @@ import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from itertools import pairwise
 from typing import Any
 
 from eagle_train.data.records import Conversation, Message, Skip, Turn
 from eagle_train.data.templates import ChatTemplate, TemplateRefused
+from eagle_train.data.tokens import Tokens
 from eagle_train.provenance import tokenizer_fingerprint
 
 _MARKER = "markerofanswer"
@@ -69,82 +69,8 @@ class Encoder:
     def __init__(self, tokenizer: Any, template: ChatTemplate) -> None:
         self.template = template
         self.fingerprint = tokenizer_fingerprint(tokenizer)
-        self._tokenizer = tokenizer
-        self._backend = getattr(tokenizer, "backend_tokenizer", None)
-        if self._backend is not None:  # some tokenizer files ask for cutting and padding by themselves
-            self._backend.no_truncation()
-            self._backend.no_padding()
-        added = {str(token): number for number, token in tokenizer.added_tokens_decoder.items()}
-        longest_first = sorted(filter(None, added), key=len, reverse=True)
-        self._added = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
-        self._ids_of_added = added
-        self._swallowing = {str(token) for token in tokenizer.added_tokens_decoder.values() if token.rstrip}
+        self.tokens = Tokens(tokenizer)
         self._stops = {number for number in (tokenizer.eos_token_id,) if number is not None}
-        self._short_ids = lru_cache(4096)(self._ids)
-        self._part_ids = lru_cache(1024)(self._ids)
-        self._splits_cleanly = self._backend is not None and not any(
-            token.lstrip
-            or token.rstrip
-            or token.single_word
-            or (token.normalized and self._backend.normalizer)
-            for token in tokenizer.added_tokens_decoder.values()
-        )
-        self._starts_clean = self._short_ids("x") == self._behind("\n", "x")
-
-    # -- tokens ---------------------------------------------------------------------------------
-
-    def _ids(self, text: str) -> list[int]:
-        if self._backend is not None:
-            return self._backend.encode_batch_fast([text], add_special_tokens=False)[0].ids
-        return self._tokenizer.encode(text, add_special_tokens=False)
-
-    def _ids_of_history(self, text: str) -> list[int]:
-        """Return the tokens of `text`, whose parts between added tokens were seen before.
-
-        A rewriting template repeats the history in the prompt of every answer: this keeps the work
-        linear. Equal to `_ids` where tokens begin alike at a text's start and behind an added token.
-        """
-        if not (self._splits_cleanly and self._starts_clean):
-            return self._ids(text)
-        ids, done = [], 0
-        for match in self._added.finditer(text):
-            if match.start() > done:
-                ids += self._part_ids(text[done : match.start()])
-            ids.append(self._ids_of_added[match.group()])
-            done = match.end()
-        return ids + self._part_ids(text[done:]) if done < len(text) else ids
-
-    def _behind(self, context: str, text: str) -> list[int] | None:
-        """Return the tokens of `text` behind `context`, None where a token would reach over the border."""
-        head = self._short_ids(context) if len(context) < 200 else self._ids(context)
-        both = self._ids(context + text)
-        return both[len(head) :] if both[: len(head)] == head else None
-
-    def ids_after(self, context: str, text: str, generated: bool = False) -> list[int]:
-        """Return the tokens `text` gets once `context` is already tokenised.
-
-        Tokenisers split at added tokens first, so only the text since the last of them matters. Where
-        a token would reach over the border, `text` is tokenised alone; tokenisers that begin a text
-        with a mark of their own are kept from it by a line break in front. Some added tokens swallow the
-        white space behind them when a text is read, but not when a model generates it.
-        """
-        near = context[self._last_added(context) :]
-        swallowed = generated and text[:1].isspace() and near.rstrip() in self._swallowing
-        found = None if swallowed else self._behind(near, text)
-        if found is None and not self._starts_clean:
-            found = self._behind("\n", text)
-        return self._ids(text) if found is None else found
-
-    def _last_added(self, text: str) -> int:
-        window = 256
-        while True:
-            start = max(0, len(text) - window)
-            places = [match.start() for match in self._added.finditer(text, start)]
-            if places or not start:
-                return places[-1] if places else 0
-            window *= 8
-
-    # -- text -----------------------------------------------------------------------------------
 
     def turn_text(
         self, turns: Sequence[Turn], place: int, own_ids: bool, tools: Sequence[Message] = ()
@@ -189,7 +115,7 @@ class Encoder:
 
     def _ending(self, behind: str) -> str:
         """Return `behind` up to its first added token: the end of turn. Empty where there is none."""
-        found = self._added.search(behind)
+        found = self.tokens.added.search(behind)
         return behind[: found.end()] if found else ""
 
     @property
@@ -199,8 +125,8 @@ class Encoder:
             text = self.turn_text(probe, 1, False)
         except Skip:  # some templates cannot do without a system text
             text = self.turn_text((Turn("system", "Be kind."), *probe), 2, False)
-        found = self._added.search(text.ending)
-        return (self._ids_of_added[found.group()], found.group()) if found else None
+        found = self.tokens.added.search(text.ending)
+        return (self.tokens.ids_of_added[found.group()], found.group()) if found else None
 
     def _dropped(self, turns: Sequence[Turn], prompt: str) -> None:
         """Raise Skip when the prompt lacks the text of a system, user or tool turn."""
@@ -210,8 +136,6 @@ class Encoder:
                 continue
             if turn.role != "tool" or json.dumps(text, ensure_ascii=False)[1:-1] not in prompt:
                 raise Skip(f"the chat template drops or changes a {turn.role} turn")
-
-    # -- rows -----------------------------------------------------------------------------------
 
     def uses_ids_of(self, conversation: Conversation) -> bool:
         """True when the conversation's answer ids are of this very tokenizer."""
@@ -241,34 +165,34 @@ class Encoder:
         if all(after.prompt.startswith(text.shown) for text, after in pairwise(texts)):
             row = self._row(texts)
             if all(text.answer_ids is None for text in texts[:-1]) or all(
-                row.input_ids[:first] == self._ids_of_history(text.prompt)
+                row.input_ids[:first] == self.tokens.ids_of_history(text.prompt)
                 for text, (first, _) in zip(texts, row.spans, strict=True)
             ):
                 return [row]
         return [self._row([text]) for text in texts]
 
     def _row(self, texts: Sequence[TurnText]) -> EncodedRow:
-        ids = self._ids_of_history(texts[0].prompt)
+        ids = self.tokens.ids_of_history(texts[0].prompt)
         spans: list[tuple[int, int]] = []
         said = texts[0].prompt
         for number, text in enumerate(texts):
             if number:
-                ids += self.ids_after(said, text.prompt[len(said) :])
+                ids += self.tokens.ids_after(said, text.prompt[len(said) :])
             answer = self._answer_ids(text)
             spans.append((len(ids), len(ids) + len(answer) - 1))
             ids += answer
             said = text.shown
         if texts[-1].finished and texts[-1].tail:
-            ids += self.ids_after(said, texts[-1].tail)
+            ids += self.tokens.ids_after(said, texts[-1].tail)
         return EncodedRow(ids, spans)
 
     def _answer_ids(self, text: TurnText) -> list[int]:
         if text.answer_ids is not None:
             return list(text.answer_ids)
         ending = text.ending if text.finished else ""
-        ids = self.ids_after(text.prompt, text.answer + ending, generated=True)
-        closing = self._added.search(text.ending)
-        stops = self._stops | ({self._ids_of_added[closing.group()]} if closing else set())
+        ids = self.tokens.ids_after(text.prompt, text.answer + ending, generated=True)
+        closing = self.tokens.added.search(text.ending)
+        stops = self._stops | ({self.tokens.ids_of_added[closing.group()]} if closing else set())
         if stops.intersection(ids[:-1] if ending else ids):
             raise Skip("an answer holds the end-of-turn token in its middle")
         return ids

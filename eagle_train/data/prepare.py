@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
-import re
-import shutil
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -14,6 +10,7 @@ from typing import Any
 
 from eagle_train.data.encoding import EncoderSpec, Outcome, encode_all
 from eagle_train.data.mask import Encoder
+from eagle_train.data.new_folder import new_folder
 from eagle_train.data.reading import Tally, read_sources
 from eagle_train.data.records import Skip, Skipped, TokenRow
 from eagle_train.data.rows import FORMAT_VERSION, RowsWritten, read_rows_info, write_dataset
@@ -22,7 +19,7 @@ from eagle_train.data.templates import Arguments, ChatTemplate, load_template
 from eagle_train.data.tokenizer import load_tokenizer
 from eagle_train.distributed import num_cores, world_size
 from eagle_train.errors import UserError
-from eagle_train.io import make_folder, os_error, write_json
+from eagle_train.io import write_json
 from eagle_train.progress import progress
 from eagle_train.provenance import tokenizer_fingerprint, tool_version
 
@@ -83,7 +80,7 @@ def prepare(
     import datasets  # noqa: F401  # slow to load: before the progress starts
 
     tally, counts = Tally(), _Counts()
-    with _new_folder(folder) as temporary:
+    with new_folder(folder) as temporary:
         with progress("prepare", sum(_kilo(source.size) for source in inputs), "kB", show) as bar:
             found = read_sources(inputs, tally, skip_bad, _in_kilos(bar.advance))
             outcomes = encode_all(found, spec, num_proc or num_cores())
@@ -237,58 +234,6 @@ def _difference(name: str, there: Any, wanted: Any) -> str:
             "the input files differ (" + ", ".join(str(item.get("name")) for item in there or []) + " there)"
         )
     return f"{name} {there} there, {wanted} now"
-
-
-@contextlib.contextmanager
-def _new_folder(folder: Path) -> Iterator[Path]:
-    """Yield the path of a folder to make; on success it takes the place of `folder`, else it is removed."""
-    make_folder(folder.parent)
-    _remove_stale(folder)
-    work = folder.with_name(f".{folder.name}.{os.getpid()}.tmp")
-    temporary = work / "rows"
-    try:
-        make_folder(work)
-        yield temporary
-        _flush(temporary)
-        if folder.exists():
-            os.replace(folder, work / "before")
-        try:
-            os.replace(temporary, folder)
-        except BaseException:
-            if (work / "before").exists():
-                os.replace(work / "before", folder)
-            raise
-    except OSError as error:
-        raise os_error(folder, error) from error
-    finally:
-        shutil.rmtree(work, ignore_errors=True)
-
-
-def _remove_stale(folder: Path) -> None:
-    """Remove what killed runs left beside `folder`."""
-    for left in folder.parent.glob(f".{folder.name}.*.tmp"):
-        number = re.fullmatch(re.escape(f".{folder.name}.") + r"(\d+)\.tmp", left.name)
-        if number and not _runs(int(number.group(1))):
-            shutil.rmtree(left, ignore_errors=True)
-
-
-def _runs(process: int) -> bool:
-    try:
-        os.kill(process, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return True
-
-
-def _flush(folder: Path) -> None:
-    for path in (*folder.iterdir(), folder):
-        handle = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)
 
 
 def _kilo(size: int) -> int:

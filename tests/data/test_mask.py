@@ -394,9 +394,9 @@ def test_history_by_its_parts_has_the_tokens_of_the_whole(
         (byte_level("phi"), False),
         (sentence_piece("chatml"), False),
     ):
-        encoder = encoder_of(tokenizer)
-        assert (encoder._splits_cleanly and encoder._starts_clean) == by_parts
-        assert encoder._ids_of_history("".join(parts)) == encoder._ids("".join(parts))
+        tokens = encoder_of(tokenizer).tokens
+        assert tokens.by_parts == by_parts
+        assert tokens.ids_of_history("".join(parts)) == tokens.ids("".join(parts))
 
 
 @pytest.mark.parametrize("name", ["chatml", "qwen-thinking", "mistral", "phi", "plain"])
