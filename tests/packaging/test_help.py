@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
 import subprocess
 import sys
@@ -83,7 +84,7 @@ def test_examples_can_be_copied(name):
     """Each is this command with options that exist and values of their types."""
     command = typer.main.get_command(main_module.app).commands[name]  # type: ignore[attr-defined]
     for example in _examples(name):
-        words = shlex.split(example.rsplit(" | ", 1)[-1])
+        words = shlex.split(re.split(r" \| | && ", example)[-1])
         start = words.index("eagle_cli.main" if "eagle_cli.main" in words else "eagle")
         assert words[start + 1] == name
         context = command.make_context(name, words[start + 2 :])
