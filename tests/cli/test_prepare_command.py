@@ -169,3 +169,34 @@ def test_skip_bad_keeps_the_good_and_names_the_bad(
     assert code == 0
     assert "damaged records: 1" in out
     assert f"damaged  {cut}:1 (record 2): JSON cut off in the middle" in out
+
+
+def test_what_was_asked_for_is_said(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, tiny_target_dir: Path
+) -> None:
+    one, two = {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}
+    for name in ("half.jsonl", "rest.jsonl"):
+        (tmp_path / name).write_text(
+            "".join(json.dumps({"messages": [one, two, one, two]}) + "\n" for _ in "abcd")
+        )
+    out = tmp_path / "rows"
+    command = ("prepare", f"{tmp_path}/half.jsonl=0.5", tmp_path / "rest.jsonl", "--target", tiny_target_dir)
+    more = ("--last-turn-only", "--drop-duplicates", "--template-arg", "enable_thinking=false", "--out", out)
+    code, said, _ = eagle(capsys, *command, *more)
+    assert code == 0
+    taken = 4 + 4 - int(said.split(" records left out")[0].split()[-1])
+    assert taken in (5, 6, 7)
+    assert f"{taken - 1:>8,}  rows equal an earlier one (dropped)" in said
+    assert "records left out and 0 taken again, by their source's weight" in said
+    assert "note: only the last answer of each conversation is supervised" in said
+    code, said, _ = eagle(capsys, "inspect", out, "--row", "0", "--json")
+    shown = json.loads(said)
+    assert [part["text"] for part in shown["row"]["segments"] if part["supervised"]] == ["Hello<|im_end|>"]
+    settings = {
+        name: shown["rows"][name] for name in ("last_turn_only", "drop_duplicates", "template_arguments")
+    }
+    assert settings == {
+        "last_turn_only": True,
+        "drop_duplicates": True,
+        "template_arguments": {"enable_thinking": False},
+    }

@@ -703,3 +703,22 @@ def test_a_tokenizer_that_was_used_with_cutting_and_padding_is_the_same(
     rows = [open_rows(tmp_path / name).dataset[:] for name in ("rows", "other")]
     assert rows[0] == rows[1]
     assert rows[0]["input_ids"][1][-5:] == letters
+
+
+def test_token_rows_in_parquet(tmp_path: Path, target: Path) -> None:
+    columns = {
+        "input_ids": [[5, 6, 7, 8], [5, 6, 9]],
+        "loss_mask": [[0, 1, 1, 0], [0, 0, 1]],
+        "score": [1.0, 2.0],
+    }
+    features = datasets.Features(
+        input_ids=datasets.List(datasets.Value("int64")),
+        loss_mask=datasets.List(datasets.Value("bool")),
+        score=datasets.Value("float32"),
+    )
+    datasets.Dataset.from_dict(columns, features).to_parquet(str(tmp_path / "a.parquet"))
+    make(tmp_path / "a.parquet", target, tmp_path / "rows")
+    rows = open_rows(tmp_path / "rows").dataset
+    assert rows["input_ids"][:] == columns["input_ids"]
+    assert rows["loss_mask"][:] == columns["loss_mask"]
+    assert rows["spans"][:] == [[[1, 2]], [[2, 2]]]

@@ -343,3 +343,29 @@ def test_the_command_starts_workers_with_what_was_typed(
     assert said[0].startswith(f"{len(expected)} conversations, {answers} answers (")
     assert said[-1] == f"next: eagle prepare {out} --target {ending_target_dir} --out rows/"
     assert sum(" conversations, " in line for line in said) == 1, "the workers print nothing"
+
+
+def test_tools_and_arguments_reach_the_prompt_and_tools_the_output(
+    tmp_path: Path, target: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from eagle_train.regenerate import local
+
+    template = tmp_path / "tools.jinja"
+    template.write_text("{{ mood }} {{ tools | tojson }} " + str(target.tokenizer.chat_template))
+    prompts: list[str] = []
+    decode = local.decode
+
+    def watched(target: Target, jobs: Any, *more: Any) -> Any:
+        prompts.extend(target.tokenizer.decode(job.prompt) for job in jobs)
+        return decode(target, jobs, *more)
+
+    monkeypatch.setattr(local, "decode", watched)
+    tools = [{"type": "function", "function": {"name": "weather"}}]
+    data = write(tmp_path / "a.jsonl", [{**chats(1)[0], "tools": tools}])
+    make(
+        data, target, tmp_path / "out.jsonl", chat_template=str(template), template_arguments={"mood": "calm"}
+    )
+    assert prompts[0].startswith('calm [{"type": "function", "function": {"name": "weather"}}] <|im_start|>')
+    (line,) = read(tmp_path / "out.jsonl")
+    assert line["tools"] == tools
+    assert line["generated_by"]["template_arguments"] == {"mood": "calm"}
