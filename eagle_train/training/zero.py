@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib.resources
 import math
 import os
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -219,6 +220,8 @@ def _import() -> Any:
     if not torch.distributed.is_initialized():
         raise UserError("--deepspeed: partitions over processes; give --processes 2 or more, or use torchrun")
     deepspeed.logger.setLevel("WARNING")
+    renamed = r"`torch\.distributed\.\w+` is deprecated"  # at every call: DeepSpeed's to change
+    warnings.filterwarnings("ignore", renamed, FutureWarning)
     if not torch.cuda.is_available():  # gloo alone does; the op for shared memory would be compiled first
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     deepspeed.init_distributed(dist_backend=torch.distributed.get_backend(), verbose=False)

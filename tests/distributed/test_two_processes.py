@@ -47,6 +47,7 @@ def runs(tmp_path_factory, tiny_shards_dir, tiny_shards_eagle1_dir) -> Callable[
         cases.run(name, str(tiny_shards_dir), str(tiny_shards_eagle1_dir), str(out / "one"))
     _, stderr = child.communicate(timeout=300)
     assert child.returncode == 0, stderr
+    assert "deprecated" not in stderr
     return lambda name: [out / "one" / name, out / "two" / name]
 
 
