@@ -22,6 +22,7 @@ from types import TracebackType
 from eagle_train.io import os_error
 
 FOLDER = ".claims"
+CLOSING = -1  # claimed like a shard by the worker that writes the manifest
 _EXPIRES = 120.0  # seconds; file systems across machines may show a change a minute late
 _BEAT = 10.0
 _LOOK = 2.0

@@ -20,7 +20,7 @@ from eagle_train import distributed
 from eagle_train.errors import UserError
 from eagle_train.io import make_folder
 from eagle_train.progress import Progress, bytes_text, progress
-from eagle_train.shards.claims import Claims, clear, take_in_turn
+from eagle_train.shards.claims import CLOSING, Claims, clear, take_in_turn
 from eagle_train.shards.manifest import close_directory, read_manifest
 from eagle_train.shards.schema import INDEX, MANIFEST, Plan, shard_name
 from eagle_train.shards.writer import ShardBuffer, finished_shard, verified_shard
@@ -31,6 +31,8 @@ from eagle_train.targets.load import Target, load_target
 from eagle_train.targets.peers import Peers
 from eagle_train.targets.settle import settle
 from eagle_train.targets.survey import Survey, refuse_full_disk, survey
+
+_SECONDS_BETWEEN_LOOKS = 0.5
 
 
 def extract(
@@ -241,14 +243,22 @@ def _fill(
 
 
 def _closed(folder: Path, plan: Plan) -> bool:
-    """Write the manifest; return False when another worker has just found a shard damaged and removed it."""
-    try:
-        close_directory(folder, plan)
-    except UserError:
-        if all(finished_shard(folder, plan, number) for number in range(len(plan.shards))):
-            raise
-        return False
-    clear(folder)
+    """Write the manifest, one worker at a time, and clear away what killed ones left.
+
+    Returns False when another worker has just found a shard damaged and removed it.
+    """
+    with Claims(folder) as claims:
+        while not claims.take(CLOSING):
+            time.sleep(_SECONDS_BETWEEN_LOOKS)
+        for leftover in folder.glob(".*.tmp"):
+            leftover.unlink(missing_ok=True)
+        try:
+            close_directory(folder, plan)
+        except UserError:
+            if all(finished_shard(folder, plan, number) for number in range(len(plan.shards))):
+                raise
+            return False
+        clear(folder)
     return True
 
 
