@@ -5,14 +5,16 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from eagle_train.decoding.drafters import Chain, Dynamic, HeadDrafter, Static
+from eagle_train.decoding.law import TargetLaw, logits_of_rows
 from eagle_train.decoding.loop import Settings, generate, plain
 from eagle_train.decoding.reader import Rows, TargetReader
-from eagle_train.decoding.sampling import Chance, Sampling, SeededChance
+from eagle_train.decoding.sampling import Chance, Sampling, SeededChance, distribution, penalised
 from eagle_train.decoding.trees import EAGLE1_PATHS, StaticShape, Tree
 from eagle_train.errors import UserError
 from eagle_train.heads.config import HeadConfig
@@ -246,3 +248,31 @@ def test_an_empty_prompt_and_no_tokens_are_refused(target):
         plain(target, [], Settings())
     with pytest.raises(UserError, match="max-new-tokens: got 0"):
         Settings(max_new_tokens=0)
+
+
+@pytest.mark.parametrize("rows", [1, 2, 8, 9])
+@pytest.mark.parametrize("bias", [False, True])
+@torch.inference_mode()
+def test_the_output_map_of_a_few_rows_is_the_targets_own(rows, bias):
+    states = torch.randn(rows, 32, generator=torch.Generator().manual_seed(rows))
+    lm_head = torch.nn.Linear(32, 300, bias=bias)
+    like = SimpleNamespace(
+        lm_head=lm_head, output_map=torch.tanh, logits=lambda last: torch.tanh(lm_head(last))
+    )
+    torch.testing.assert_close(logits_of_rows(like, states), like.logits(states), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("nodes", [2, 8, 9, 20])
+def test_the_law_of_a_node_is_that_of_its_text(target, nodes):
+    tree = Tree(tuple(range(3, 3 + nodes)), (-1, *(node // 2 for node in range(nodes - 1))))
+    with TargetReader(target, ()) as reader, torch.inference_mode():
+        reader.read(PROMPT)
+        last = reader.read_tree(tree).last
+        for sampling in (Sampling(), Sampling(0.7, repetition_penalty=1.3)):
+            law = TargetLaw(target, sampling, [*PROMPT, tree.tokens[0]], tree, last)
+            for node in range(nodes):
+                text = [*PROMPT, tree.tokens[0], *tree.words(node)]
+                logits = target.model(torch.tensor([text])).logits[0, -1]
+                wanted = distribution(penalised(logits, text, sampling.repetition_penalty), sampling)
+                torch.testing.assert_close(law(node), wanted, atol=2e-5, rtol=1e-3)
+                assert law.best(node) == int(penalised(logits, text, sampling.repetition_penalty).argmax())
