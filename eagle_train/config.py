@@ -86,7 +86,11 @@ class DataRecipe:
 
 @dataclass(frozen=True)
 class RunRecipe:
-    """How long, how exact, how often. One of epochs, steps, tokens; minutes may cap it or stand alone."""
+    """How long, how exact, how often.
+
+    One of epochs, steps, tokens; minutes may cap it or stand alone. Whatever of the four a recipe or --set
+    names replaces all that the recipe below it named.
+    """
 
     epochs: int | None = None
     steps: int | None = None

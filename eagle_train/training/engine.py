@@ -16,7 +16,6 @@ from eagle_train.heads.disk import Head
 from eagle_train.io import load_tensors
 from eagle_train.training.average import Average
 from eagle_train.training.checkpoints import TENSORS
-from eagle_train.training.medusa_step import MedusaStep
 from eagle_train.training.optim import Optimizers
 from eagle_train.training.processes import Processes
 from eagle_train.training.step_result import StepResult
@@ -29,9 +28,7 @@ if TYPE_CHECKING:
 class Engine:
     """Float32 weights on every process, gradients averaged among them after the last forward of a window."""
 
-    def __init__(
-        self, processes: Processes, step: Step | MedusaStep, recipe: OptimRecipe, dtype: torch.dtype
-    ) -> None:
+    def __init__(self, processes: Processes, step: Step, recipe: OptimRecipe, dtype: torch.dtype) -> None:
         self.processes, self.head, self.dtype = processes, step.head, dtype
         self.optimizers = Optimizers(step.head, recipe)
         self.average = Average(step.head, recipe.ema) if recipe.ema else None

@@ -90,12 +90,12 @@ def _catch_up(session: Session, interrupt: Interrupt, log: Log) -> bool:
 
 def _loop(session: Session, interrupt: Interrupt, log: Log, bar: Progress) -> bool:
     """Train until the budget is used up; return False where interrupted before, with all saved."""
+    if session.finished:  # all but its last evaluation was done before
+        return True
     processes, engine, state, run = session.processes, session.engine, session.state, session.recipe.run
     meter = Meter(session.loader.num_steps, processes.device)
     begun = time.monotonic() - state.seconds
     stop, words = False, ""
-    if session.finished:
-        return True
     with closing(ReadAhead(session.loader.training(session.windows()))) as micros:
         for micro in micros:
             batch, counts = micro.batch.to(processes.device), micro.counts.to(processes.device)

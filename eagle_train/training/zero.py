@@ -24,7 +24,6 @@ from eagle_train.errors import UserError
 from eagle_train.heads.disk import Head, build_head
 from eagle_train.io import load_tensors, read_json
 from eagle_train.training.checkpoints import TENSORS
-from eagle_train.training.medusa_step import MedusaStep
 from eagle_train.training.processes import Processes
 from eagle_train.training.step_result import StepResult
 from eagle_train.training.steps import Step
@@ -74,7 +73,7 @@ class _Unit(nn.Module):
     reduces a unit when autograd reaches its input `anchor`, which it does last.
     """
 
-    def __init__(self, step: Step | MedusaStep, stage: int) -> None:
+    def __init__(self, step: Step, stage: int) -> None:
         super().__init__()
         self.step, self.stage = step, stage
 
@@ -94,7 +93,7 @@ class ZeroEngine:
     def __init__(
         self,
         processes: Processes,
-        step: Step | MedusaStep,
+        step: Step,
         recipe: OptimRecipe,
         dtype: torch.dtype,
         config: dict[str, Any],
