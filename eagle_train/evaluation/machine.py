@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from eagle_train.decoding.drafters import HeadDrafter
+from eagle_train.decoding.law import MOST_AT_ONCE, logits_of_rows
 from eagle_train.decoding.loop import Settings, generate
 from eagle_train.decoding.reader import Rows, TargetReader
 from eagle_train.decoding.sampling import Sampling, SeededChance
@@ -22,6 +23,7 @@ from eagle_train.targets.capture import Captured
 from eagle_train.targets.load import Target
 
 SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)  # tokens of one verification
+OUTPUTS = tuple(size for size in SIZES if size <= MOST_AT_ONCE)
 ROWS = (1, 2, 4, 8, 16)  # rows of one drafting step
 _REPEATS = 5
 
@@ -30,11 +32,12 @@ _REPEATS = 5
 class Machine:
     """Seconds, medians of several measurements taken in turn."""
 
-    verify: tuple[float, ...]  # for each of SIZES, without the output map
+    verify: tuple[float, ...]  # the target's forward, for each of SIZES, without the output map
     draft: tuple[float, ...]  # for each of ROWS, one more level of a draft
     observe: float  # the head reading one round's rows, and its first guess
-    output: float  # the target's output map on one row
+    output: tuple[float, ...]  # the target's output map, for each of OUTPUTS rows
     overhead: float  # what else a round costs, by the difference from whole rounds
+    gpu: bool = False
 
     def verification(self, tokens: int) -> float:
         """Seconds of a target forward over so many tokens."""
@@ -42,12 +45,18 @@ class Machine:
 
     def plain_token(self) -> float:
         """Seconds of a token of plain decoding."""
-        return self.verification(1) + self.output
+        return self.verification(1) + self.output[0]
 
-    def round(self, tokens: int, levels: Sequence[int], outputs: float) -> float:
-        """Seconds of a round: so many nodes, the rows of each further drafting step, output maps run."""
+    def round(self, tokens: int, levels: Sequence[int], walked: float) -> float:
+        """Seconds of a round: so many nodes, the rows of each further drafting step, nodes walked to.
+
+        The output map runs on all nodes of a small tree at once, else on one after the other that the walk
+        comes to (decoding/law.py; a GPU runs all at once whatever their number).
+        """
         drafting = self.observe + sum(_between(ROWS, self.draft, rows) for rows in levels)
-        return self.verification(tokens) + drafting + outputs * self.output + self.overhead
+        at_once = tokens <= MOST_AT_ONCE or self.gpu
+        outputs = _between(OUTPUTS, self.output, tokens) if at_once else walked * self.output[0]
+        return self.verification(tokens) + drafting + outputs + self.overhead
 
     @property
     def figures(self) -> dict[str, Any]:
@@ -56,7 +65,7 @@ class Machine:
             "verify_ms": {str(n): round(1e3 * s, 2) for n, s in zip(SIZES, self.verify, strict=True)},
             "draft_ms": {str(n): round(1e3 * s, 2) for n, s in zip(ROWS, self.draft, strict=True)},
             "observe_ms": round(1e3 * self.observe, 2),
-            "output_ms": round(1e3 * self.output, 2),
+            "output_ms": {str(n): round(1e3 * s, 2) for n, s in zip(OUTPUTS, self.output, strict=True)},
             "overhead_ms": round(1e3 * self.overhead, 2),
         }
 
@@ -86,17 +95,21 @@ def measure(head: Head, target: Target, prompt: list[int]) -> Machine:
         for size in ROWS:
             jobs["draft", size] = partial(drafter.draft_level, size)
         jobs["observe"] = partial(_observe_again, drafter, last_two)
-        jobs["output"] = partial(target.logits, seen.last[-1])
+        for size in OUTPUTS:
+            jobs["output", size] = partial(
+                logits_of_rows, target, seen.last[-1:].expand(size, -1).contiguous()
+            )
         taken = _medians(jobs, target)
     overhead = _whole_round(head, target, prompt) - (
-        taken["verify", 2] + taken["observe"] + 1.5 * taken["output"]
+        taken["verify", 2] + taken["observe"] + taken["output", 2]
     )
     return Machine(
         tuple(taken["verify", size] for size in SIZES),
         tuple(taken["draft", size] for size in ROWS),
         taken["observe"],
-        taken["output"],
+        tuple(taken["output", size] for size in OUTPUTS),
         max(0.0, overhead),
+        target.device.type == "cuda",
     )
 
 

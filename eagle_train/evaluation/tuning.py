@@ -186,13 +186,15 @@ def lines(report: dict[str, Any]) -> list[str]:
     machine = report["machine"]
     verify = ", ".join(f"{size}: {ms:g}" for size, ms in machine["verify_ms"].items())
     draft = ", ".join(f"{rows}: {ms:g}" for rows, ms in machine["draft_ms"].items())
+    output = ", ".join(f"{rows}: {ms:g}" for rows, ms in machine["output_ms"].items())
     found = [
         f"{report['head']} on {report['target']}, temperature {report['temperature']:g}, {report['dtype']}, "
         f"{report['device']}, {report['threads']} threads",
         f"  the target's forward, ms by tokens   {verify}",
         f"  the head's step, ms by rows          {draft}",
-        f"  besides, ms a round                  reading {machine['observe_ms']:g}, output map "
-        f"{machine['output_ms']:g}, other {machine['overhead_ms']:g}",
+        f"  the target's output map, ms by rows  {output}",
+        f"  besides, ms a round                  reading {machine['observe_ms']:g}, other "
+        f"{machine['overhead_ms']:g}",
         "predicted, the best five:",
     ]
     for one in report["candidates"][:5]:

@@ -11,7 +11,7 @@ from eagle_cli.main import main
 
 from eagle_train.decoding.shapes import Chain, Static, read_shape
 from eagle_train.errors import UserError
-from eagle_train.evaluation.machine import ROWS, SIZES, Machine, measure
+from eagle_train.evaluation.machine import OUTPUTS, ROWS, SIZES, Machine, measure
 from eagle_train.evaluation.replay import Tables
 from eagle_train.evaluation.tuning import candidates, tune
 from eagle_train.heads.config import HeadConfig
@@ -33,7 +33,7 @@ def head(target):
 def machine(per_token: float, per_level: float = 0.0) -> Machine:
     """A machine whose forward takes 1 second and `per_token` for each further token."""
     verify = tuple(1 + per_token * (size - 1) for size in SIZES)
-    return Machine(verify, (per_level,) * len(ROWS), 0.0, 0.0, 0.0)
+    return Machine(verify, (per_level,) * len(ROWS), 0.0, (0.0,) * len(OUTPUTS), 0.0)
 
 
 def half_right(rows: int = 60) -> Tables:
@@ -76,11 +76,14 @@ def test_times_between_sizes_are_interpolated():
     for size in (1, 2, 5, 7, 40, 64, 80):
         assert on.verification(size) == pytest.approx(1 + 0.25 * (size - 1))
     assert on.plain_token() == 1
+    dear = Machine(on.verify, on.draft, 0.0, tuple(float(size) for size in OUTPUTS), 0.5)
+    assert dear.round(5, [], 2.0) == pytest.approx(2 + 5 + 0.5)  # all at once
+    assert dear.round(21, [], 2.0) == pytest.approx(6 + 2 + 0.5)  # where the walk comes by
 
 
 def test_the_machine_is_measured(target, head):
     found = measure(head, target, [(37 * i + 5) % 290 for i in range(30)])
-    assert min(*found.verify, *found.draft, found.observe, found.output) > 0
+    assert min(*found.verify, *found.draft, *found.output, found.observe) > 0
     assert found.verify[-1] > found.verify[0]
     assert found.overhead >= 0
     assert set(found.figures["verify_ms"]) == {str(size) for size in SIZES}
