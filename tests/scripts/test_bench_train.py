@@ -2,23 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 
 
-@pytest.fixture(scope="module")
-def bench():
-    file = Path(__file__).parents[2] / "scripts" / "bench_train.py"
-    spec = importlib.util.spec_from_file_location("bench_train", file)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["bench_train"] = module
-    spec.loader.exec_module(module)
-    yield module
-    del sys.modules["bench_train"]
+@pytest.fixture
+def bench(script):
+    return script("bench_train")
 
 
 @pytest.mark.parametrize("share", [1.0, 0.4])

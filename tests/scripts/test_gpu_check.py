@@ -11,7 +11,7 @@ from pathlib import Path
 
 def test_it_checks_and_measures_on_a_cpu_and_needs_few_packages():
     file = Path(__file__).parents[2] / "scripts" / "gpu_check.py"
-    unwanted = ("typer", "rich", "datasets", "platformdirs", "gguf", "httpx")
+    unwanted = ("typer", "rich", "datasets", "platformdirs", "gguf")
     program = f"""
 import runpy, sys
 sys.modules.update(dict.fromkeys({unwanted!r}))
