@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from eagle_train.data.gguf_file import gguf_source
 from eagle_train.errors import UserError
 
 
@@ -19,15 +20,17 @@ def load_tokenizer(target: str, trust_remote_code: bool = False) -> Any:
     arguments: dict[str, Any] = {"trust_remote_code": trust_remote_code}
     name = target
     if target.endswith(".gguf"):
-        if not path.is_file():
-            raise UserError(f"{target}: no such file; give a hub id, a directory or a .gguf file")
-        name, arguments["gguf_file"] = str(path.parent), path.name
+        name, source = gguf_source(target)
+        arguments.update(source)
     elif not path.exists() and _looks_like_path(target):
         raise UserError(f"{target}: no such directory; give a hub id, a directory or a .gguf file")
     elif path.is_file():
         raise UserError(f"{target}: is a file; give a hub id, a directory or a .gguf file")
     try:
-        return AutoTokenizer.from_pretrained(name, **arguments)
+        tokenizer = AutoTokenizer.from_pretrained(name, **arguments)
+        if len(tokenizer.get_vocab()) <= len(tokenizer.added_tokens_decoder):  # made up from nothing
+            raise ValueError("its files hold no vocabulary")
+        return tokenizer
     except (OSError, ValueError, ImportError, KeyError, AttributeError, TypeError) as error:
         reason = str(error).strip().splitlines()
         raise UserError(

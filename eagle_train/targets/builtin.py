@@ -14,6 +14,7 @@ import tempfile
 import zipfile
 from pathlib import Path
 
+from eagle_train.data.gguf_file import dequantised, gguf_source
 from eagle_train.errors import UserError
 from eagle_train.io import make_folder, os_error
 
@@ -69,14 +70,12 @@ def _download(folder: Path) -> Path:
 def _convert(gguf: Path, out: Path) -> None:
     """De-quantise a .gguf file into a model directory: config, safetensors, tokenizer, template."""
     import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+    from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    source = {"pretrained_model_name_or_path": str(gguf.parent), "gguf_file": gguf.name}
+    folder, source = gguf_source(str(gguf))
     with open(os.devnull, "w") as nowhere, contextlib.redirect_stderr(nowhere):  # bars of the libraries
-        tokenizer = AutoTokenizer.from_pretrained(**source)
-        model = AutoModelForCausalLM.from_pretrained(
-            **source, quantization_config=GgufConfig(dequantize=True), dtype=torch.float32
-        )
+        tokenizer = AutoTokenizer.from_pretrained(folder, **source)
+        model = AutoModelForCausalLM.from_pretrained(folder, **source, **dequantised(), dtype=torch.float32)
         model.config._name_or_path = NAME
         try:
             model.save_pretrained(out)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from eagle_train.data.gguf_file import dequantised, gguf_source
 from eagle_train.errors import UserError
 
 if TYPE_CHECKING:
@@ -38,7 +39,7 @@ def load_model(
         if device_map is not None:
             arguments["device_map"] = device_map
         if source:
-            arguments.update(_gguf_arguments())
+            arguments.update(dequantised())
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             where, dtype=dtype, output_loading_info=True, **arguments
         )
@@ -72,6 +73,7 @@ def count_parameters(config: PretrainedConfig, trust_remote_code: bool) -> int:
 
     with _explained(config.name_or_path or "target"), _quiet(), torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+        model.tie_weights()
     return sum(parameter.numel() for parameter in model.parameters())
 
 
@@ -79,22 +81,12 @@ def _source(target: str) -> tuple[str, dict[str, Any]]:
     """Split `target` into the place to load from and the extra arguments that a .gguf file needs."""
     path = Path(target)
     if target.endswith(".gguf"):
-        if not path.is_file():
-            raise UserError(f"{target}: no such file; wanted a .gguf file, a directory or a hub id")
-        return str(path.parent), {"gguf_file": path.name}
+        return gguf_source(target)
     if path.is_dir() and not (path / "config.json").is_file():
         raise UserError(f"{target}: holds no config.json; wanted a model directory in Hugging Face form")
     if not path.is_dir() and (path.is_file() or target.startswith((".", "/", "~")) or target.count("/") > 1):
         raise UserError(f"{target}: no such directory; wanted a model directory, a .gguf file or a hub id")
     return target, {}
-
-
-def _gguf_arguments() -> dict[str, Any]:
-    try:
-        from transformers import GgufConfig
-    except ImportError:  # before it existed, .gguf files were always dequantised
-        return {}
-    return {"quantization_config": GgufConfig(dequantize=True)}
 
 
 def default_dtype(config: PretrainedConfig, device: torch.device, is_gguf: bool) -> torch.dtype:

@@ -191,7 +191,7 @@ def test_a_cut_weight_file_is_named(tiny_target_dir: Path, tmp_path: Path) -> No
     ("name", "words"),
     [
         ("./nowhere", "no such directory"),
-        ("/nowhere/model.gguf", "no such file; wanted a .gguf file, a directory or a hub id"),
+        ("/nowhere/model.gguf", "no such file; give a hub id, a directory or a .gguf file"),
         ("a/b/c", "no such directory"),
     ],
 )
