@@ -60,7 +60,7 @@ def run(
         help="Follow the run in wandb, wandb-offline, tensorboard or trackio; repeatable.",
     ),
     rehearse: bool = typer.Option(
-        False, "--dry-run", help="Build all, overfit a few rows, show acceptance rising; nothing is written."
+        False, "--dry-run", help="Build all, overfit one row, show acceptance rising; nothing is written."
     ),
     as_json: bool = typer.Option(False, "--json", help="Print the summary as JSON."),
 ) -> int | None:
@@ -110,7 +110,7 @@ def run(
 
 def _rehearsed(found: Rehearsal, command: str) -> str:
     return (
-        f"dry run: {found.steps} steps on a few rows, {found.seconds_per_step:.2f} s each; loss "
+        f"dry run: {found.steps} steps on one row, {found.seconds_per_step:.2f} s each; loss "
         f"{found.loss[0]:.3f} to {found.loss[1]:.3f}; acceptance length {found.tau[0]:.2f} to "
         f"{found.tau[1]:.2f} of at most {found.longest:.2f}"
         + (f"\nnext: {command}" if found.learned else "; a head that learns goes further: look at the shards")

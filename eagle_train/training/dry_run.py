@@ -1,6 +1,6 @@
-"""A rehearsal: build everything, overfit one window for a few steps, and see acceptance rise.
+"""A rehearsal: build everything, overfit one row for a few steps, and see acceptance rise.
 
-A head that cannot learn a few rows by heart will not learn many: better seen within a minute than in hours.
+A head that cannot learn one row by heart will not learn many: better seen within a minute than in hours.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from eagle_train.training.loader import Micro
 from eagle_train.training.processes import join_processes
 from eagle_train.training.session import Session, build_session
 
-MOST_STEPS, MOST_SECONDS, MOST_ROWS = 300, 60.0, 4
+MOST_STEPS, MOST_SECONDS = 300, 60.0
 LEARNING_RATE = 2e-3
 
 
@@ -36,7 +36,7 @@ class Rehearsal:
     steps: int
     loss: tuple[float, float]  # of the first test-time step, first and last
     tau: tuple[float, float]  # before and after
-    longest: float  # what a head that is always right would reach on these rows
+    longest: float  # what a head that is always right would reach on this row
     learned: bool  # acceptance went at least half of the way up
     seconds_per_step: float
     description: str
@@ -50,7 +50,7 @@ def dry_run(
     deepspeed: str | None = None,
     show: bool = True,
 ) -> Rehearsal:
-    """Train on a few rows again and again with AdamW at a high rate; nothing is written.
+    """Train on one row again and again with AdamW at a high rate; nothing is written.
 
     Raises UserError for all that `train` would refuse, but for the state of an --out folder.
     """
@@ -63,7 +63,7 @@ def dry_run(
     description = session.describe().splitlines()[0]
     if show:
         print(description, file=sys.stderr)
-    micros = _few_rows(session)
+    micros = _one_row(session)
     longest = _chain(session, micros, always_right=True).tau
     before = after = _chain(session, micros).tau
     losses: list[float] = []
@@ -89,10 +89,9 @@ def dry_run(
     )
 
 
-def _few_rows(session: Session) -> list[Micro]:
+def _one_row(session: Session) -> list[Micro]:
     window = next(session.windows())
-    rows = window.rows[:MOST_ROWS]
-    return list(session.loader.training([replace(window, rows=rows)]))
+    return list(session.loader.training([replace(window, rows=window.rows[:1])]))
 
 
 def _step(session: Session, micros: list[Micro]) -> float:

@@ -255,3 +255,16 @@ def test_the_first_layer_may_start_from_one_of_the_targets(kind, tiny, shards_of
 )
 def test_a_layer_that_does_not_fit_is_refused(settings, words, tmp_path, tiny, tiny_shards_dir):
     assert words in refused(tiny_shards_dir, tiny(*settings), tmp_path / "a")
+
+
+@pytest.mark.parametrize(
+    "switch",
+    ["fc_norm", "norm_output", "norm_before_fc", "norm_before_residual", "qk_norm", "num_hidden_layers"],
+)
+def test_every_switch_of_the_head_is_built_trained_and_written_down(switch, tmp_path, train_tiny):
+    value = "2" if switch == "num_hidden_layers" else "true"
+    train_tiny("run", f"head.{switch}={value}", "run.steps=2")
+    head = load_head(tmp_path / "run" / "last")
+    assert getattr(head.config, switch) == json.loads(value)
+    before = build.build_head(head.config, head.draft_ids)
+    assert {name for name, _ in head.named_parameters()} == {name for name, _ in before.named_parameters()}

@@ -95,7 +95,7 @@ def test_an_interrupt_saves_says_how_to_go_on_and_is_exit_130(
     assert "going on from step 3" in err
 
 
-def test_a_dry_run_learns_a_few_rows_by_heart_and_writes_nothing(tmp_path, tiny_shards_dir, capsys):
+def test_a_dry_run_learns_a_row_by_heart_and_writes_nothing(tmp_path, tiny_shards_dir, capsys):
     words = ["train", tiny_shards_dir, "--recipe", "eagle3-tiny", "--out", tmp_path / "run", "--dry-run"]
     code, out, err = main_here(capsys, *words)
     assert code == 0
