@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import TemperatureLogitsWarper, TopPLogitsWarper
 
 from eagle_train.regenerate.answers import AnswerSettings
-from eagle_train.regenerate.slots import Slots, check_decodable, grouped_attention
+from eagle_train.regenerate.slots import Slots, check_decodable
 from eagle_train.targets.load import Target
 
 _PREFILL_TOKENS = 8192  # of one forward over prompts, padding included
@@ -66,18 +66,17 @@ def decode(
     queue = deque(sorted(jobs, key=lambda job: -len(job.prompt)))
     rows: list[_Row | None] = [None] * min(num_slots, len(queue))
     slots = Slots(target, len(rows))
-    with grouped_attention(target):
-        while queue or any(rows):
-            free = [slot for slot, row in enumerate(rows) if row is None]
-            if queue and (len(free) >= max(1, len(rows) // 8)):
-                yield from _admit(queue, free, rows, slots, settings, stop_ids)
-            elif not queue and 2 * len(free) > len(rows):
-                kept = [slot for slot, row in enumerate(rows) if row is not None]
-                slots.shrink(kept)
-                rows = [rows[slot] for slot in kept]
-            if any(rows):
-                logits = slots.step([row.ids[-1] if row else 0 for row in rows])
-                yield from _take(logits, range(len(rows)), rows, slots, settings, stop_ids)
+    while queue or any(rows):
+        free = [slot for slot, row in enumerate(rows) if row is None]
+        if queue and (len(free) >= max(1, len(rows) // 8)):
+            yield from _admit(queue, free, rows, slots, settings, stop_ids)
+        elif not queue and 2 * len(free) > len(rows):
+            kept = [slot for slot, row in enumerate(rows) if row is not None]
+            slots.shrink(kept)
+            rows = [rows[slot] for slot in kept]
+        if any(rows):
+            logits = slots.step([row.ids[-1] if row else 0 for row in rows])
+            yield from _take(logits, range(len(rows)), rows, slots, settings, stop_ids)
 
 
 def _admit(

@@ -9,17 +9,13 @@ Shapes: S slots, T columns in use, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 from torch.nn import functional
-from transformers import AttentionInterface
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 from eagle_train.errors import UserError
 from eagle_train.targets.load import Target
@@ -156,37 +152,3 @@ def check_decodable(target: Target) -> None:
             f"{target.name}: has layers of kind {', '.join(kinds)}, wanted {' or '.join(_KINDS)}; "
             "let a server answer instead: --server URL"
         )
-
-
-@contextmanager
-def grouped_attention(target: Target) -> Iterator[None]:
-    """Within this block one new token a text attends without copying the keys that query heads share."""
-    before = target.model.config._attn_implementation
-    if before != "sdpa":
-        yield
-        return
-    AttentionInterface.register("eagle_grouped", _grouped)
-    AttentionMaskInterface.register("eagle_grouped", sdpa_mask)
-    target.model.set_attn_implementation("eagle_grouped")
-    try:
-        yield
-    finally:
-        target.model.set_attn_implementation(before)
-
-
-def _grouped(
-    module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **settings: Any
-) -> tuple[Tensor, Any]:
-    """Query (S, heads, 1, D), key and value (S, groups, T, D): a group's heads stand in the time axis."""
-    rows, heads, time_steps, width = query.shape
-    groups = key.shape[1]
-    if time_steps > 1 or groups == heads:
-        return sdpa_attention_forward(module, query, key, value, attention_mask, **settings)
-    folded = query.view(rows, groups, heads // groups, width)
-    mask = attention_mask
-    if mask is not None:
-        mask = mask[..., : key.shape[2]].expand(rows, 1, heads // groups, -1)
-    out = functional.scaled_dot_product_attention(
-        folded, key, value, attn_mask=mask, scale=settings.get("scaling")
-    )
-    return out.reshape(rows, 1, heads, -1), None
