@@ -19,13 +19,14 @@ from eagle_train.decoding.sampling import Sampling, SeededChance
 from eagle_train.decoding.shapes import Chain
 from eagle_train.decoding.trees import Tree
 from eagle_train.heads.disk import Head
+from eagle_train.progress import Progress
 from eagle_train.targets.capture import Captured
 from eagle_train.targets.load import Target
 
 SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)  # tokens of one verification
 OUTPUTS = tuple(size for size in SIZES if size <= MOST_AT_ONCE)
 ROWS = (1, 2, 4, 8, 16)  # rows of one drafting step
-_REPEATS = 5
+PASSES = 6  # of which the first is the warm-up
 
 
 @dataclass(frozen=True)
@@ -78,8 +79,8 @@ def _between(sizes: Sequence[int], seconds: Sequence[float], wanted: int) -> flo
 
 
 @torch.inference_mode()
-def measure(head: Head, target: Target, prompt: list[int]) -> Machine:
-    """Measure with `prompt` as the text in the caches."""
+def measure(head: Head, target: Target, prompt: list[int], bar: Progress | None = None) -> Machine:
+    """Measure with `prompt` as the text in the caches; `bar` moves by one for each of PASSES."""
     drafter = HeadDrafter(head, target, Chain(1))
     with TargetReader(target, drafter.layer_ids) as reader:
         seen = reader.read(prompt)
@@ -99,7 +100,7 @@ def measure(head: Head, target: Target, prompt: list[int]) -> Machine:
             jobs["output", size] = partial(
                 logits_of_rows, target, seen.last[-1:].expand(size, -1).contiguous()
             )
-        taken = _medians(jobs, target)
+        taken = _medians(jobs, target, bar)
     overhead = _whole_round(head, target, prompt) - (
         taken["verify", 2] + taken["observe"] + taken["output", 2]
     )
@@ -126,15 +127,17 @@ def _read_and_forget(reader: TargetReader, tree: Tree) -> None:
     reader.cache.keep(start, [])
 
 
-def _medians(jobs: dict[Any, Callable[[], object]], target: Target) -> dict[Any, float]:
+def _medians(jobs: dict[Any, Callable[[], object]], target: Target, bar: Progress | None) -> dict[Any, float]:
     """Run all jobs in turn, several times, so that whatever else the machine does hits them alike."""
     taken: dict[Any, list[float]] = {name: [] for name in jobs}
-    for repeat in range(_REPEATS + 1):
+    for repeat in range(PASSES):
         for name, job in jobs.items():
             started = _now(target)
             job()
-            if repeat:  # the first is the warm-up
+            if repeat:
                 taken[name].append(_now(target) - started)
+        if bar is not None:
+            bar.advance(1, "measuring times")
     return {name: sorted(seconds)[len(seconds) // 2] for name, seconds in taken.items()}
 
 

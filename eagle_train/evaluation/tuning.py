@@ -16,12 +16,13 @@ from eagle_train.decoding.trees import StaticShape, best_paths
 from eagle_train.errors import UserError
 from eagle_train.evaluation.evaluate import evaluate
 from eagle_train.evaluation.heads import open_head
-from eagle_train.evaluation.machine import Machine, measure
+from eagle_train.evaluation.machine import PASSES, Machine, measure
 from eagle_train.evaluation.questions import Question, conversations, read_questions
 from eagle_train.evaluation.replay import Tables, replay_chain, replay_paths, tables
 from eagle_train.evaluation.report import draft_name
 from eagle_train.heads.disk import Head
 from eagle_train.heads.medusa import MedusaHead
+from eagle_train.progress import Progress, progress
 from eagle_train.shards.batches import PackedBatch, pack
 from eagle_train.shards.reader import ShardRow
 from eagle_train.targets.capture import FeatureTap
@@ -77,8 +78,10 @@ def tune(
     if len(some) < 2:
         raise UserError("eagle tune: got one question, wanted at least two: to learn from and to measure on")
     settings = Settings(max_new_tokens=max_new_tokens, sampling=sampling, seed=seed)
-    batch, prompt = answered(loaded, target, some[::2], settings, chat_template)
-    machine = measure(loaded, target, prompt)
+    learnt = some[::2]
+    with progress("tune", len(learnt) + PASSES, "steps", show) as bar:
+        batch, prompt = answered(loaded, target, learnt, settings, chat_template, bar)
+        machine = measure(loaded, target, prompt, bar)
     frozen = target.frozen().to(dtype=torch.float32)
     found = tables(_in_fp32(loaded, target), frozen, batch, DEPTH, sampling)
     ranked = sorted(candidates(found, machine, sampling.greedy), key=lambda c: -c.rate)
@@ -117,7 +120,12 @@ def tune(
 
 
 def answered(
-    head: Head, target: Target, questions: Sequence[Question], settings: Settings, chat_template: str | None
+    head: Head,
+    target: Target,
+    questions: Sequence[Question],
+    settings: Settings,
+    chat_template: str | None = None,
+    bar: Progress | None = None,
 ) -> tuple[PackedBatch, list[int]]:
     """Return the target's own answers to first turns, packed with their features, and one of the texts."""
     layers, rows, text = head.config.layers_for(target.num_layers), [], [0]
@@ -133,6 +141,8 @@ def answered(
         span = [(len(prompt), len(text) - 1)]
         ids, last = torch.tensor(text), seen.last[0].float()
         best, lse = logits.argmax(-1).cpu(), logits.logsumexp(-1).cpu()
+        if bar is not None:
+            bar.advance(1, "plain answers")
         rows.append(ShardRow(ids, span, aux, last, labels.float(), best, lse))
     return pack(rows, head.config.kind).to(target.device), text
 

@@ -132,7 +132,7 @@ def test_answers_are_the_targets_own_with_their_features(target):
 
     questions = [Question("1", "", ("Why?",)), Question("2", "", ("How do I bake bread?",))]
     head = build_head(HeadConfig.for_target(target.config.to_dict(), "eagle3"))
-    batch, text = answered(head, target, questions, Settings(max_new_tokens=9, eos_ids=()), None)
+    batch, text = answered(head, target, questions, Settings(max_new_tokens=9, eos_ids=()))
     prompts = [conversation.ask(0) for _, conversation in conversations(target.tokenizer, questions)]
     answers = [plain(target, prompt, Settings(max_new_tokens=9, eos_ids=())).ids for prompt in prompts]
     assert batch.input_ids.tolist() == [*prompts[0], *answers[0], *prompts[1], *answers[1]]

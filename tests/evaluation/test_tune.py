@@ -84,7 +84,6 @@ def test_times_between_sizes_are_interpolated():
 def test_the_machine_is_measured(target, head):
     found = measure(head, target, [(37 * i + 5) % 290 for i in range(30)])
     assert min(*found.verify, *found.draft, *found.output, found.observe) > 0
-    assert found.verify[-1] > found.verify[0]
     assert found.overhead >= 0
     assert set(found.figures["verify_ms"]) == {str(size) for size in SIZES}
 
