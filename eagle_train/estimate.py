@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import tempfile
 import time
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +23,11 @@ from eagle_train.heads.disk import build_head
 from eagle_train.shards.codecs import CODECS, encode
 from eagle_train.shards.manifest import close_directory
 from eagle_train.shards.sampler import Plan as Order
-from eagle_train.shards.schema import Plan, PlannedShard, Setting, holds_all_last
+from eagle_train.shards.schema import Plan, PlannedShard, holds_all_last
 from eagle_train.shards.writer import ShardBuffer
 from eagle_train.targets.batch import BatchFeatures, RowBatch, load_batch, run_batch, store_batch
 from eagle_train.targets.capture import FeatureTap
+from eagle_train.targets.check import check_start
 from eagle_train.targets.checkpoint import plain_config
 from eagle_train.targets.labels import labels
 from eagle_train.targets.load import Target, load_target
@@ -85,9 +87,9 @@ def estimate(
         return found
     with tempfile.TemporaryDirectory(prefix="eagle-plan-") as temporary:
         folder = Path(temporary)
-        extracted = _try_extraction(work, target, folder / "shards", seconds, trust_remote_code)
+        extracted, checked = _try_extraction(work, target, folder / "shards", seconds, trust_remote_code)
         trained = _try_training(folder, recipe, seconds)
-    hours = {"extract": work.plan.tokens / extracted / workers / 3600}
+    hours = {"extract": (work.plan.tokens / extracted / workers + checked) / 3600}
     limit = recipe.run.minutes
     by_tokens = None if train_tokens is None else train_tokens / trained / 3600
     hours["train"] = min(time for time in (by_tokens, limit and limit / 60) if time is not None)
@@ -136,55 +138,60 @@ def _bytes_a_weight(name: str, weight: nn.Parameter, recipe: Recipe) -> int:
     return 4 * (2 + (1 if by_muon else 2) + (recipe.optim.ema > 0))
 
 
-@dataclass
-class _Sample:
-    """Batches that the calibration has run, kept for training."""
+def _try_extraction(
+    work: Survey, name: str, folder: Path, seconds: float, trust_remote_code: bool
+) -> tuple[float, float]:
+    """Run batches spread over the plan and leave shards of them in `folder`.
 
-    batches: list[tuple[RowBatch, BatchFeatures]]
-    tokens: int = 0
-
-
-def _try_extraction(work: Survey, name: str, folder: Path, seconds: float, trust_remote_code: bool) -> float:
-    """Run batches spread over the plan; leave shards of them in `folder` and return tokens a second."""
-    setting = work.plan.setting
+    Returns tokens a second, and the seconds of the check that every extraction starts with.
+    """
+    setting, (first, *others) = work.plan.setting, _spread(work)
     before = torch.get_num_threads()
     if work.device.type == "cpu":
         torch.set_num_threads(setting.threads)
     target = load_target(name, dtype=work.dtype, device=work.device, trust_remote_code=trust_remote_code)
-    sample, done, spent = _Sample([]), 0, 0.0
+    done, kept, spent = 0, 0, 0.0
     with FeatureTap(target, setting.layer_ids) as tap:
-        for turn, rows in enumerate(_spread(work)):
+        sample = [_run(work, tap, first)]  # warms up
+        begun = time.perf_counter()
+        check_start(tap, *sample[0], work.table, setting)
+        checked = time.perf_counter() - begun
+        for rows in others:
             begun = time.perf_counter()
-            batch = load_batch(work.dataset, work.table, rows, target.vocab_size, target.device)
-            features = run_batch(tap, batch)
-            with torch.no_grad():
-                labels(target, features.label_last)
-            _encode(features, setting)
-            if target.device.type == "cuda":
-                torch.cuda.synchronize()
-            if turn:  # the first warms up
-                done += len(batch.real)
-                spent += time.perf_counter() - begun
-            if sample.tokens < _MOST_KEPT:
-                sample.batches.append((batch, features))
-                sample.tokens += len(batch.real)
+            batch, features = _run(work, tap, rows)
+            spent += time.perf_counter() - begun
+            done += len(batch.real)
+            if kept < _MOST_KEPT:
+                sample.append((batch, features))
+                kept += len(batch.real)
             if spent >= seconds:
                 break
         _keep(work, target, tap, sample, folder)
     torch.set_num_threads(before)
-    return done / spent
+    return done / spent, checked
 
 
-def _encode(features: BatchFeatures, setting: Setting) -> None:
-    """What storing costs the worker; writing runs beside the forwards."""
+def _run(work: Survey, tap: FeatureTap, rows: Sequence[int]) -> tuple[RowBatch, BatchFeatures]:
+    """Do with one batch what extraction does, save for writing, which runs beside it."""
+    setting, target = work.plan.setting, tap.target
+    batch = load_batch(work.dataset, work.table, rows, target.vocab_size, target.device)
+    features = run_batch(tap, batch)
+    with torch.no_grad():
+        labels(target, features.label_last)
     last = features.last if holds_all_last(setting.features) else features.label_last
     for states, groups in ((features.aux, len(setting.layer_ids)), (last, 1)):
         if states is not None:
             encode(CODECS[setting.codec], states, groups)
+    if target.device.type == "cuda":
+        torch.cuda.synchronize()
+    return batch, features
 
 
 def _spread(work: Survey) -> list[tuple[int, ...]]:
-    """Return all batches, far ones first: any beginning holds long and short rows in their proportion."""
+    """Return all batches, in an order of which any beginning holds long and short rows in proportion.
+
+    There are two at least: one to warm up with, one to time.
+    """
     batches = [batch for shard in work.plan.shards for batch in shard.batches]
     batches.sort(key=lambda batch: -int(work.table.lengths[list(batch)].max()))
     golden = 0.6180339887498949
@@ -193,9 +200,15 @@ def _spread(work: Survey) -> list[tuple[int, ...]]:
     return spread if len(spread) > 1 else 2 * spread
 
 
-def _keep(work: Survey, target: Target, tap: FeatureTap, sample: _Sample, folder: Path) -> None:
+def _keep(
+    work: Survey,
+    target: Target,
+    tap: FeatureTap,
+    sample: Sequence[tuple[RowBatch, BatchFeatures]],
+    folder: Path,
+) -> None:
     """Write the sample as a finished shard directory."""
-    kept = {batch.rows: (batch, features) for batch, features in sample.batches}
+    kept = {batch.rows: (batch, features) for batch, features in sample}
     tokens = sum(len(batch.real) for batch, _ in kept.values())
     positions = sum(len(batch.label_at) for batch, _ in kept.values())
     setting = replace(work.plan.setting, target=target.identity(), vocab_size=target.vocab_size)

@@ -84,7 +84,7 @@ def test_hours_come_from_trying_and_nothing_is_left_behind(
     rate, trained = found["extract_tokens_per_second_of_a_worker"], found["train_tokens_per_second"]
     assert rate > 100
     assert trained > 100
-    assert found["hours"]["extract"] == pytest.approx(3371 / rate / 4 / 3600)
+    assert 0 < found["hours"]["extract"] - 3371 / rate / 4 / 3600 < 60 / 3600  # the check at the start
     assert found["hours"]["train"] == pytest.approx(found["train_tokens"] / trained / 3600)
     assert list(tmp_path.iterdir()) == []
 
