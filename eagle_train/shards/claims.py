@@ -68,7 +68,7 @@ class Claims:
             return False
         path = self.folder / f"{number:05d}.{len(held) and _generation(held[-1]) + 1}"
         try:
-            self.folder.mkdir(exist_ok=True)
+            self.folder.mkdir(parents=True, exist_ok=True)
             with open(path, "x") as handle:
                 handle.write(self.me)
         except (FileExistsError, FileNotFoundError):  # another was quicker, or took the folder away
