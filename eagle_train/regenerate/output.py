@@ -111,8 +111,11 @@ def lines_of(report: dict[str, Any]) -> Iterator[str]:
     cut = f" ({report['unfinished']:,} cut by the token limit)" if report["unfinished"] else ""
     tokens = f", {report['answer_tokens']:,} answer tokens" if report["answer_tokens"] else ""
     yield f"{report['conversations']:,} conversations, {report['answers']:,} answers{cut}{tokens}"
-    for reason, count in report["read"]["skipped"].items():
-        yield f"  skipped {count:>8,}  {reason}"
+    read = report["read"]
+    for reason, count in read["skipped"].items():
+        yield f"  skipped {count:>8,}  {reason} (first {read['skipped_examples'][reason][0]})"
+    if read["bad"]:
+        yield f"  damaged {read['bad']:>8,}  records; the first at {read['bad_records'][0]['place']}"
     if report["empty"]:
         yield f"  empty   {report['empty']:>8,}  answers: their conversations end before them"
     if report["failed"]:

@@ -20,6 +20,7 @@ from eagle_train.data.rows import open_rows
 from eagle_train.decoding.loop import Settings, plain
 from eagle_train.errors import UserError
 from eagle_train.regenerate.answers import AnswerSettings
+from eagle_train.regenerate.output import lines_of
 from eagle_train.regenerate.regenerate import regenerate
 from eagle_train.regenerate.work import folder_of
 from eagle_train.targets.load import Target
@@ -369,3 +370,19 @@ def test_tools_and_arguments_reach_the_prompt_and_tools_the_output(
     (line,) = read(tmp_path / "out.jsonl")
     assert line["tools"] == tools
     assert line["generated_by"]["template_arguments"] == {"mood": "calm"}
+
+
+def test_what_was_left_out_is_named(tmp_path: Path, target: Target) -> None:
+    data = write(tmp_path / "a.jsonl", [*chats(1), {"messages": []}, {"nothing": 1}, *chats(1)])
+    data.write_text(data.read_text() + '{"messages": [')
+    with pytest.raises(UserError, match=r"a\.jsonl:5 \(record 5\): not valid JSON.*--skip-bad"):
+        make(data, target, tmp_path / "out.jsonl")
+    report = make(data, target, tmp_path / "out.jsonl", skip_bad=True)
+    assert [line["row_id"][-2:] for line in read(tmp_path / "out.jsonl")] == ["-0", "-1"]
+    said = list(lines_of(report))
+    assert said[0].startswith("2 conversations, 2 answers")
+    assert said[1:] == [
+        "  skipped        1  empty conversation (first a.jsonl#2)",
+        "  skipped        1  no conversation in the record (first a.jsonl#3)",
+        f"  damaged        1  records; the first at {data}:5 (record 5)",
+    ]
