@@ -63,7 +63,11 @@ def run(
         return
     for line in _lines(found):
         print(line)
-    print(f"next: eagle extract {rows} --target {target} --codec {codec} --out shards/")
+    layers = f" --layers {','.join(map(str, found['layer_ids']))}" if found["layer_ids"] else ""
+    print(
+        f"next: eagle extract {rows} --target {target} --for {found['features']}{layers} --codec {codec} "
+        "--out shards/"
+    )
 
 
 def _lines(found: dict[str, Any]) -> list[str]:

@@ -74,6 +74,8 @@ def estimate(
         "labels": work.plan.labels,
         "shards": len(work.plan.shards),
         "codec": codec,
+        "features": kind,
+        "layer_ids": list(setting.layer_ids),
         "bytes": {name: work.directory_size(name) for name in CODECS},
         "memory": _memory(work, recipe),
         "workers": workers,

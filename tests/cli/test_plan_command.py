@@ -100,8 +100,6 @@ def test_it_prints_what_it_found_and_the_next_command(
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "24 rows, 3,371 tokens, 1,441 supervised: 1 shards"
     assert lines[1].startswith("disk by codec: bf16 ")
-    assert (
-        lines[-2]
-        == f"next: eagle extract {tiny_rows_dir} --target {tiny_target_dir} --codec bf16 --out shards/"
-    )
+    extract_it = f"next: eagle extract {tiny_rows_dir} --target {tiny_target_dir} --for eagle3"
+    assert lines[-2] == f"{extract_it} --layers 2,4,5 --codec bf16 --out shards/"
     assert json.loads(lines[-1])["tokens"] == 3371
