@@ -14,6 +14,8 @@ from torch import Tensor
 
 from eagle_train.errors import UserError, nearest
 
+_NIL = 1e-30  # scales below are none: dividing by them is not exact on every device
+
 
 @dataclass(frozen=True)
 class Codec:
@@ -51,7 +53,7 @@ def encode(codec: Codec, states: Tensor, groups: int) -> tuple[Tensor, Tensor | 
         return states.to(codec.dtype), None
     parts = states.float().unflatten(-1, (groups, -1))  # (n, G * H) -> (n, G, H)
     scale = parts.abs().amax(-1) / codec.largest
-    scale = torch.where(scale > 0, scale, 1.0)  # (n, G); all zeros stay zeros
+    scale = torch.where(scale > _NIL, scale, 1.0)  # (n, G); all zeros stay zeros
     parts = parts / scale[..., None]
     if not codec.dtype.is_floating_point:
         parts = parts.round()

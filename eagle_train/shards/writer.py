@@ -25,6 +25,7 @@ from eagle_train.shards.schema import (
     tensor_shapes,
 )
 
+_PIECE = 2048  # tokens encoded at once: their float32 copies are all that a GPU holds beside the states
 _FROM_THE_TABLE = ("rows", "row_starts", "span_starts", "spans", "loss_mask")
 
 
@@ -75,10 +76,13 @@ class ShardBuffer:
         self._at = {"token": tokens.stop, "label": labels.stop}
 
     def _encode(self, name: str, where: slice, states: Tensor, groups: int) -> None:
-        values, scale = encode(CODECS[self.plan.setting.codec], states, groups)
-        self._copy(name, where, values)
-        if scale is not None:
-            self._copy(f"{name}_scale", where, scale)
+        codec = CODECS[self.plan.setting.codec]
+        for first in range(0, len(states), _PIECE):
+            values, scale = encode(codec, states[first : first + _PIECE], groups)
+            part = slice(where.start + first, where.start + first + len(values))
+            self._copy(name, part, values)
+            if scale is not None:
+                self._copy(f"{name}_scale", part, scale)
 
     def _copy(self, name: str, where: slice, values: Tensor) -> None:
         self.tensors[name][where].copy_(values, non_blocking=True)

@@ -81,6 +81,14 @@ def test_the_error_of_ordinary_states_is_small_and_not_zero(codec: str, most: fl
     assert (error == 0) == (codec == "fp32")
 
 
+@pytest.mark.parametrize("codec", ["fp8", "int8"])
+def test_vectors_next_to_nothing_stay_finite(codec: str) -> None:
+    states = torch.tensor([[0.0, -0.0], [1e-40, -1e-42], [1e-31, 1e-33], [3e38, -1e38]])
+    back = decode(*encode(CODECS[codec], states, 1))
+    assert bool(torch.isfinite(back).all())
+    torch.testing.assert_close(back, states, rtol=2**-4, atol=1e-30)
+
+
 def test_an_outlier_costs_its_own_token_and_layer_alone() -> None:
     states = torch.randn(4, G * H, generator=torch.Generator().manual_seed(2))
     spoilt = states.clone()

@@ -64,6 +64,17 @@ def test_every_value_is_the_models_own(run: Run, tmp_path: Path, tiny_target_dir
         assert torch.equal(row.label_argmax, logits.argmax(-1))
 
 
+def test_states_encoded_piece_by_piece_are_the_same(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from eagle_train.shards import writer
+
+    run("at-once", codec="fp8", features="all")
+    monkeypatch.setattr(writer, "_PIECE", 7)
+    run("in-pieces", codec="fp8", features="all")
+    assert _bytes(tmp_path / "in-pieces") == _bytes(tmp_path / "at-once")
+
+
 def test_the_first_and_last_label_positions_of_each_answer(
     run: Run, tmp_path: Path, tiny_target_dir: Path
 ) -> None:
