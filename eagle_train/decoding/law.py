@@ -64,8 +64,9 @@ def logits_of_rows(target: Target, rows: Tensor) -> Tensor:
     matrix first; the sums are the same up to their order.
     """
     head = target.lm_head
-    plain = type(head) is torch.nn.Linear and rows.device.type == "cpu" and rows.dtype == torch.float32
-    if not plain or not 2 <= len(rows) <= MOST_AT_ONCE:
+    plain = type(head) is torch.nn.Linear and type(head.weight) is torch.nn.Parameter  # not quantised
+    here = head.weight.device.type == rows.device.type == "cpu" and rows.dtype == torch.float32
+    if not (plain and here and 2 <= len(rows) <= MOST_AT_ONCE):
         return target.logits(rows)
     product = (head.weight @ rows.T).T
     return target.output_map(product if head.bias is None else product + head.bias)

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from eagle_train.targets.checkpoint import dense
+
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
@@ -31,13 +33,16 @@ def weights_fingerprint(model: PreTrainedModel, config: PretrainedConfig) -> str
 
     Values are rounded to bf16 first, so the same checkpoint in fp32 and in bf16 agrees. Every tensor is
     sampled, so a fine-tune of any layer shows. Independent of how the checkpoint is cut into files.
+    Quantised weights count as what they stand for, or as they are packed where they are buffers.
     """
     digest = hashlib.sha256()
-    for name, parameter in sorted(model.named_parameters()):
-        digest.update(f"{name}{list(parameter.shape)}".encode())
-        if parameter.device.type == "meta":  # offloaded to disk: its shape has to do
+    quantised = getattr(config, "quantization_config", None) is not None
+    tensors = model.state_dict() if quantised else dict(model.named_parameters())
+    for name, tensor in sorted(tensors.items()):
+        digest.update(f"{name}{list(tensor.shape)}".encode())
+        if tensor.device.type == "meta":  # offloaded to disk: its shape has to do
             continue
-        flat = parameter.detach().reshape(-1)
+        flat = dense(tensor).reshape(-1)
         stride = max(1, flat.numel() // _SAMPLES)
         values = flat[::stride][:_SAMPLES].to(torch.bfloat16).float().cpu().tolist()
         digest.update(json.dumps(values).encode())
