@@ -127,7 +127,8 @@ def _file(path: Path) -> Source:
         size, digest = path.stat().st_size, sha256_file(path)
     except OSError as error:
         raise os_error(path, error) from error
-    return Source(path.name, size, {"name": path.name, "sha256": digest}, _path=path)
+    name = os.fsencode(path.name).decode("utf-8", "replace")  # some names are no text
+    return Source(name, size, {"name": name, "sha256": digest}, _path=path)
 
 
 def _folder(path: Path) -> list[Source]:

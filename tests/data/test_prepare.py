@@ -722,3 +722,10 @@ def test_token_rows_in_parquet(tmp_path: Path, target: Path) -> None:
     assert rows["input_ids"][:] == columns["input_ids"]
     assert rows["loss_mask"][:] == columns["loss_mask"]
     assert rows["spans"][:] == [[[1, 2]], [[2, 2]]]
+
+
+def test_a_file_whose_name_is_no_text(tmp_path: Path, target: Path) -> None:
+    data = write(tmp_path / os.fsdecode(b"a\xff.jsonl"), [talk("Hi", "Hello")])
+    summary = make(data, target, tmp_path / "rows")
+    assert open_rows(tmp_path / "rows").dataset["source"][:] == ["a\ufffd.jsonl#1"]
+    assert summary["inputs"][0]["name"] == "a\ufffd.jsonl"
