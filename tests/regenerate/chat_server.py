@@ -61,6 +61,8 @@ class Handler(BaseHTTPRequestHandler):
             return self._send(400, {"error": {"message": "this prompt is not to my taste"}})
         if options.strict and "return_token_ids" in body:
             return self._send(400, {"error": {"message": "Unrecognized request argument: return_token_ids"}})
+        if number <= options.gather:
+            self.server.barrier.wait(30)  # type: ignore[attr-defined]
         time.sleep(random.Random(number).uniform(0, 2 * options.delay))
         if options.faults and number % 2:
             return self._fault(number // 2 % 5)
@@ -107,12 +109,14 @@ def main() -> None:
     parser.add_argument("--delay", type=float, default=0.0)
     parser.add_argument("--faults", action="store_true")
     parser.add_argument("--strict", action="store_true")
+    parser.add_argument("--gather", type=int, default=0, help="answer none of so many before all are there")
     parser.add_argument("--thinking", choices=("no", "field", "text"), default="no")
     options = parser.parse_args()
     ThreadingHTTPServer.request_queue_size = 256
     ThreadingHTTPServer.daemon_threads = True
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     server.options, server.lock, server.count, server.running = options, threading.Lock(), 0, 0  # type: ignore[attr-defined]
+    server.barrier = threading.Barrier(max(1, options.gather))  # type: ignore[attr-defined]
     with open(options.log, "a") as log:
         server.log = log  # type: ignore[attr-defined]
         print(server.server_address[1], flush=True)
