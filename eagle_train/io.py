@@ -91,7 +91,7 @@ def create_text(path: str | os.PathLike[str], content: str) -> bool:
             handle.write(content.encode("utf-8"))
             handle.flush()
             os.fsync(handle.fileno())
-        _link(temporary, final)
+        link(temporary, final)
         _flush_folder(final.parent)
     except FileExistsError:
         return False
@@ -103,8 +103,8 @@ def create_text(path: str | os.PathLike[str], content: str) -> bool:
     return True
 
 
-def _link(temporary: Path, final: Path) -> None:
-    """Give `temporary` the name `final` as well, which unlike a rename never replaces a file."""
+def link(temporary: Path, final: Path) -> None:
+    """Give `temporary` the name `final` too; raises FileExistsError where a rename would replace a file."""
     try:
         os.link(temporary, final)
     except OSError as error:

@@ -19,7 +19,7 @@ from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 
-from eagle_train.io import os_error
+from eagle_train.io import link, os_error
 
 FOLDER = ".claims"
 CLOSING = -1  # claimed like a shard by the worker that writes the manifest
@@ -67,14 +67,18 @@ class Claims:
         if held and not self._is_abandoned(held[-1]):
             return False
         path = self.folder / f"{number:05d}.{len(held) and _generation(held[-1]) + 1}"
+        whole = self.folder / f".{secrets.token_hex(6)}.tmp"  # a claim says whose it is from the first
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            with open(path, "x") as handle:
-                handle.write(self.me)
+            whole.write_text(self.me)
+            link(whole, path)
         except (FileExistsError, FileNotFoundError):  # another was quicker, or took the folder away
             return False
         except OSError as error:
             raise os_error(path, error) from error
+        finally:
+            with suppress(OSError):
+                whole.unlink(missing_ok=True)
         self._mine[number] = path
         return True
 

@@ -250,8 +250,9 @@ def _closed(folder: Path, plan: Plan) -> bool:
     with Claims(folder) as claims:
         while not claims.take(CLOSING):
             time.sleep(_SECONDS_BETWEEN_LOOKS)
-        for leftover in folder.glob(".*.tmp"):
-            leftover.unlink(missing_ok=True)
+        for pattern in (".*.tmp", ".tmp*"):  # our temporary names, and those that safetensors makes
+            for leftover in folder.glob(pattern):
+                leftover.unlink(missing_ok=True)
         try:
             close_directory(folder, plan)
         except UserError:
