@@ -18,6 +18,7 @@ from eagle_train.errors import UserError
 
 _FIRST_ROWS = 256
 _KINDS = ("full_attention", "sliding_attention")
+_BY_ROW = ("bloom", "mpt", "gpt_neo")
 
 
 class GrowingLayer(DynamicLayer):
@@ -73,7 +74,17 @@ class TargetCache(Cache):
 
 
 def check_cacheable(config: Any, name: str) -> None:
-    """Refuse targets whose layers keep a running state: it could not take a refused guess back."""
+    """Refuse targets whose layers keep a running state, or that do not go by the positions they are told.
+
+    A running state could not take a refused guess back. ALiBi, and GPT-Neo's local attention, go by a row's
+    place in the cache, where a guess stands behind its siblings.
+    """
+    family = getattr(config, "model_type", "")
+    if family in _BY_ROW or getattr(config, "alibi", False):
+        raise UserError(
+            f"{name}: {family} places a token by its row in the cache (ALiBi, or a local attention of its "
+            "own), wanted by its position; it cannot read a tree of guesses"
+        )
     kinds = sorted(set(getattr(config, "layer_types", None) or ()) - set(_KINDS))
     if kinds:
         raise UserError(

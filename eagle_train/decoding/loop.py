@@ -17,6 +17,7 @@ from eagle_train.decoding.trees import Tree
 from eagle_train.decoding.verify import verify_block, verify_greedy, verify_sampled
 from eagle_train.errors import UserError
 from eagle_train.losses.acceptance import AcceptanceCounts
+from eagle_train.targets import checkpoint
 from eagle_train.targets.load import Target
 
 
@@ -87,7 +88,7 @@ def generate(
     """
     chance = chance or SeededChance(settings.seed)
     answer = _Answer(target, settings, on_tokens)
-    prompt = _checked(prompt_ids)
+    prompt = _checked(target, prompt_ids, settings)
     drafter.begin(chance)
     with TargetReader(target, drafter.layer_ids) as reader, _Clock(target, answer.made) as clock:
         for start, seen in reader.read_prompt(prompt, settings.prefill_chunk):
@@ -118,7 +119,7 @@ def plain(
     """Continue a prompt with the target alone, one token per forward. Has no rounds."""
     chance = chance or SeededChance(settings.seed)
     answer = _Answer(target, settings, on_tokens)
-    prompt = _checked(prompt_ids)
+    prompt = _checked(target, prompt_ids, settings)
     with TargetReader(target, ()) as reader, _Clock(target, answer.made) as clock:
         for _, seen in reader.read_prompt(prompt, settings.prefill_chunk):
             last = seen.last[-1]
@@ -146,9 +147,10 @@ def _pick(target: Target, text: list[int], last: Tensor, sampling: Sampling, cha
     return int(logits.argmax()) if sampling.greedy else chance.choose(distribution(logits, sampling))
 
 
-def _checked(prompt_ids: Sequence[int]) -> list[int]:
+def _checked(target: Target, prompt_ids: Sequence[int], settings: Settings) -> list[int]:
     if not len(prompt_ids):
         raise UserError("prompt: got no tokens, wanted at least one")
+    checkpoint.check_length(target.config, len(prompt_ids) + settings.max_new_tokens, "prompt and answer")
     return [int(token) for token in prompt_ids]
 
 

@@ -18,6 +18,7 @@ _ARCHITECTURES = {
 # under the key below; no engine reads them
 _OWN = ("kind", "feature_layers", "target", "fc_bias", "qk_norm", "medusa_heads")
 _OWN_KEY = "eagle_train"
+_TARGET_SIZES = ("hidden_size", "num_attention_heads", "num_hidden_layers")
 _EAGLE3_ONLY = (
     "fc_norm",
     "norm_output",
@@ -142,12 +143,11 @@ class HeadConfig:
         for name in overrides:
             if name not in known:
                 raise UserError(f"head: unknown setting '{name}'{nearest(name, known)}")
-        hidden, heads = target_config["hidden_size"], target_config["num_attention_heads"]
-        depth = target_config["num_hidden_layers"]
+        hidden, heads, depth = (_size(target_config, name) for name in _TARGET_SIZES)
         values: dict[str, Any] = {
             "kind": kind,
             "hidden_size": hidden,
-            "intermediate_size": target_config["intermediate_size"],
+            "intermediate_size": target_config.get("intermediate_size") or 4 * hidden,
             "num_attention_heads": heads,
             "num_key_value_heads": target_config.get("num_key_value_heads") or heads,
             "head_dim": target_config.get("head_dim") or hidden // heads,
@@ -161,6 +161,7 @@ class HeadConfig:
         if kind == "eagle3" and not values.get("feature_layers"):
             values["feature_layers"] = default_layers(depth)
         values["feature_layers"] = tuple(values.get("feature_layers", ()))
+        _size(values, "intermediate_size")  # Gemma 3n has one for each layer
         config = cls(**values)
         config.layers_for(depth)
         return config
@@ -263,6 +264,16 @@ class HeadConfig:
             values["norm_before_residual"] = bool(value.get("norm_before_residual", False))
             values["target_hidden_size"] = value.get("target_hidden_size")
         return cls(**values)
+
+
+def _size(values: Mapping[str, Any], name: str) -> int:
+    """Return a size that every head takes from its target; raise UserError where it is not one number."""
+    if not isinstance(values.get(name), int):
+        raise UserError(
+            f"the target's config: {name}: got {values.get(name, 'nothing')}, wanted one number; "
+            "no head can be made for this family"
+        )
+    return values[name]
 
 
 def is_own(value: Mapping[str, Any]) -> bool:

@@ -150,8 +150,42 @@ def _number(name: str, value: Any, otherwise: float) -> float:
 
 
 def plain_config(config: PretrainedConfig) -> dict[str, Any]:
-    """Return the config as plain JSON values."""
-    return json.loads(json.dumps(config.to_dict(), default=str))
+    """Return the config as plain JSON values, sizes under their usual names beside the family's own."""
+    usual = {name: getattr(config, name, None) for name in config.attribute_map}
+    return json.loads(json.dumps({**usual, **config.to_dict()}, default=str))
+
+
+def rope_switch(config: PretrainedConfig) -> int | None:
+    """Return the length from which on RoPE turns every token by other angles; None for most families.
+
+    Longrope (Phi-3 and 4 with long contexts) and dynamic scaling choose angles by the longest text of a
+    forward, so states beyond that length depend on what was read together.
+    """
+    rope = getattr(config, "rope_parameters", None) or {}
+    found = []
+    for kind in [rope] if "rope_type" in rope else [value for value in rope.values() if value]:
+        if kind["rope_type"] == "dynamic":
+            found.append(config.max_position_embeddings)
+        if kind["rope_type"] == "longrope":
+            original = kind.get("original_max_position_embeddings")
+            found.append(original or config.original_max_position_embeddings)
+    return min(found, default=None)
+
+
+def check_length(config: PretrainedConfig, length: int, where: str) -> None:
+    """Raise UserError, beginning with `where`, for a text longer than the family's angles last."""
+    longest = rope_switch(config)
+    if longest is not None and length > longest:
+        raise UserError(
+            f"{where}: {length} tokens, wanted at most {longest}: beyond, this target's RoPE changes the "
+            "angles of every token, and states depend on what is read together; use shorter texts"
+        )
+
+
+def weight_of(module: Any) -> Tensor:
+    """Return a module's weight, fetched where device_map keeps it on the CPU or the disk until it is used."""
+    weight = module.weight
+    return module._hf_hook.weights_map["weight"] if weight.device.type == "meta" else weight
 
 
 def dense(weight: Tensor) -> Tensor:
@@ -178,14 +212,15 @@ def _field(report: Any, name: str) -> Any:
 
 
 def _say_spilled(model: PreTrainedModel) -> None:
-    """Layers that device_map put on the CPU or the disk make everything slow: say so."""
-    places = {str(place) for place in (getattr(model, "hf_device_map", None) or {}).values()}
-    spilled = sorted(places & {"cpu", "disk"})
-    if spilled and places - {"cpu", "disk"}:
-        words = (
-            f"note: device_map put some layers of the target on {' and '.join(spilled)}; expect it to be slow"
+    """Parts that device_map put on the disk, or on the CPU beside a GPU, make everything slow: say so."""
+    places = [str(place) for place in (getattr(model, "hf_device_map", None) or {}).values()]
+    slow = {"disk"} if set(places) <= {"cpu", "disk"} else {"cpu", "disk"}
+    if spilled := [f"{places.count(place)} on the {place}" for place in sorted(slow & set(places))]:
+        print(
+            f"note: of the target's {len(places)} parts device_map put {' and '.join(spilled)}: every "
+            "forward waits for them; use a smaller --dtype or more devices",
+            file=sys.stderr,
         )
-        print(words, file=sys.stderr)
 
 
 @contextlib.contextmanager

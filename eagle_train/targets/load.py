@@ -48,7 +48,8 @@ class Target:
     @cached_property
     def body(self) -> nn.Module:
         """The decoder without its lm_head."""
-        return self.model.get_decoder()
+        decoder = self.model.get_decoder()
+        return getattr(self.model, "model", decoder) if decoder is self.model else decoder
 
     @cached_property
     def layers(self) -> nn.ModuleList:
@@ -92,8 +93,7 @@ class Target:
     @cached_property
     def embedding(self) -> Tensor:
         """The input embedding's weight, [V, H]."""
-        module: Any = self.model.get_input_embeddings()
-        return module.weight
+        return checkpoint.weight_of(self.model.get_input_embeddings())
 
     @property
     def dtype(self) -> torch.dtype:
@@ -138,6 +138,10 @@ class Target:
 
         `cache` (a transformers Cache) is extended in place. No lm_head is run.
         """
+        if checkpoint.rope_switch(self.config) is not None:
+            past = 0 if cache is None else int(cache.get_seq_length())
+            length = past + input_ids.shape[1] if position_ids is None else int(position_ids.max()) + 1
+            checkpoint.check_length(self.config, length, self.name)
         given = {"position_ids": position_ids, "attention_mask": attention_mask, self._cache_argument: cache}
         arguments = {name: value for name, value in given.items() if value is not None}
         output = self.body(input_ids=input_ids, use_cache=cache is not None, return_dict=True, **arguments)
@@ -145,12 +149,13 @@ class Target:
 
     def logits(self, last: Tensor) -> Tensor:
         """Return the model's own logits [..., V] of final states [..., H], in the model's dtype."""
-        return self.output_map(self.lm_head(last.to(self.lm_head.weight.device)))
+        place = self.lm_head.weight.device  # meta where accelerate fetches the weight and moves the input
+        return self.output_map(self.lm_head(last if place.type == "meta" else last.to(place)))
 
     def frozen(self) -> FrozenTarget:
         """Return embedding and output map, sharing memory with the model."""
         embedding = checkpoint.dense(self.embedding)
-        weight = checkpoint.dense(self.lm_head.weight)
+        weight = checkpoint.dense(checkpoint.weight_of(self.lm_head))
         bias = getattr(self.lm_head, "bias", None)
         return FrozenTarget(
             embedding=embedding,

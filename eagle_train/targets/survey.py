@@ -13,6 +13,8 @@ import torch
 
 from eagle_train.distributed import num_cores
 from eagle_train.errors import UserError
+from eagle_train.heads.config import HeadConfig
+from eagle_train.heads.rotary import Rotary
 from eagle_train.io import os_error, read_json
 from eagle_train.progress import bytes_text
 from eagle_train.provenance import tokenizer_fingerprint
@@ -121,6 +123,9 @@ def survey(
             raise UserError(f"--for {features} needs layers; leave --layers out for the default three")
     elif layer_ids is not None:
         raise UserError(f"--for {features} stores no layers; leave --layers out")
+    longest = int(table.lengths.argmax())
+    checkpoint.check_length(text, int(table.lengths[longest]), f"{rows_dir}: row {table.row_ids[longest]}")
+    _refuse_headless(text, features, layers, str(target))
     known = None if out is None else _known(Path(out))
     parameters = checkpoint.count_parameters(config, trust_remote_code)
     budget = batch_tokens or (known.batch_tokens if known else _BATCH_TOKENS.get(place.type, 4096))
@@ -151,6 +156,15 @@ def survey(
         known.refuse_other(replace(setting, target=same, vocab_size=known.vocab_size), Path(out))
     plan = make_plan(table, setting)
     return Survey(rows.dataset, table, rows.info, plan, place, kept, parameters, config)
+
+
+def _refuse_headless(config: Any, features: str, layers: tuple[int, ...], name: str) -> None:
+    """Raise UserError for a family that no head can be made for: better now than after the extraction."""
+    kind = "eagle3" if holds_aux(features) else "eagle1"
+    try:
+        Rotary(HeadConfig.for_target(checkpoint.plain_config(config), kind, feature_layers=layers))
+    except UserError as error:
+        raise UserError(f"{name}: {error}") from error
 
 
 def _known(out: Path) -> Setting | None:

@@ -51,6 +51,19 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "gemma3": ("Gemma3TextConfig", {**_GEMMA, "sliding_window_pattern": 3}),
     "phi3": ("Phi3Config", {"sliding_window": WINDOW}),
+    "phi3-long": (
+        "Phi3Config",
+        {
+            "original_max_position_embeddings": 256,
+            "rope_parameters": {
+                "rope_type": "longrope",
+                "rope_theta": 10000.0,
+                "short_factor": [1.0, 1.1, 1.2, 1.3],
+                "long_factor": [2.0, 4.0, 6.0, 8.0],
+                "original_max_position_embeddings": 256,
+            },
+        },
+    ),
     "mixtral": ("MixtralConfig", {"num_local_experts": 4, "sliding_window": WINDOW}),
     "qwen3-moe": ("Qwen3MoeConfig", {"head_dim": 16, **_EXPERTS}),
     "olmo": ("OlmoConfig", {"clip_qkv": 4.0}),
@@ -58,6 +71,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "olmo3": ("Olmo3Config", {"sliding_window": WINDOW}),
     "smollm3": ("SmolLM3Config", {"no_rope_layer_interval": 4}),
     "gpt-neox": ("GPTNeoXConfig", {"num_key_value_heads": 4}),
+    "gpt2": ("GPT2Config", {}),
     "deepseek-distill-qwen": ("Qwen2Config", {"num_key_value_heads": 1, "tie_word_embeddings": False}),
     "deepseek-distill-llama": ("LlamaConfig", {"rope_parameters": _LLAMA3, "tie_word_embeddings": False}),
     "granite": (

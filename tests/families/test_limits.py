@@ -1,0 +1,170 @@
+"""What a family cannot do is refused in one line, before work that would be lost; what is slow is said."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from eagle_train.decoding.loop import Settings, generate, plain
+from eagle_train.decoding.reader import TargetReader
+from eagle_train.errors import UserError
+from eagle_train.targets import checkpoint
+from eagle_train.targets.capture import FeatureTap
+from eagle_train.targets.load import Target, load_target
+from eagle_train.targets.survey import survey
+
+from .conftest import PROMPT
+from .models import LAYERS, family_config, random_model, save_target
+from .scripted import Scripted
+
+_EXPERTS = {"num_local_experts": 4, "intermediate_size_mlp": 48}
+_MPT = {"d_model": 32, "n_heads": 4, "n_layers": 8}
+
+
+def other_config(name: str, **settings):
+    import transformers
+
+    sizes = {
+        "vocab_size": 300,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": LAYERS,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "eos_token_id": 2,
+        "pad_token_id": 2,
+        "dtype": "float32",
+    }
+    return getattr(transformers, name)(**{**sizes, **settings})
+
+
+def longrope(switch: int):
+    rope = family_config("phi3-long").rope_parameters
+    return family_config(
+        "phi3-long",
+        original_max_position_embeddings=switch,
+        rope_parameters={**rope, "original_max_position_embeddings": switch},
+    )
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        (("BloomConfig", {"n_layer": 8, "n_head": 4}), "bloom places a token by its row in the cache"),
+        (("FalconConfig", {"alibi": True}), "falcon places a token by its row in the cache"),
+        (("MptConfig", _MPT), "mpt places a token by its row in the cache"),
+        (
+            (
+                "GPTNeoConfig",
+                {"num_layers": 8, "num_heads": 4, "attention_types": [[["global", "local"], 4]]},
+            ),
+            "gpt_neo places a token by its row in the cache",
+        ),
+        (("Llama4TextConfig", {"head_dim": 8, **_EXPERTS}), "has layers of kind chunked_attention"),
+        (("MiniMaxConfig", {"head_dim": 8, "num_local_experts": 4}), "has layers of kind linear_attention"),
+        (("MambaConfig", {}), "has layers of kind linear_attention"),
+    ],
+    ids=["bloom", "falcon-alibi", "mpt", "gpt-neo", "llama4", "minimax", "mamba"],
+)
+def test_families_that_cannot_take_guesses_back_are_refused_before_decoding(config, words):
+    name, settings = config
+    target = Target("org/model", None, random_model(other_config(name, **settings)))
+    with pytest.raises(UserError) as caught:
+        TargetReader(target, ())
+    assert str(caught.value).startswith(f"org/model: {words}")
+    assert "\n" not in str(caught.value)
+
+
+def test_families_that_cannot_be_decoded_may_still_give_features():
+    target = Target("llama4", None, random_model(other_config("Llama4TextConfig", head_dim=8, **_EXPERTS)))
+    ids = torch.tensor([PROMPT])
+    with FeatureTap(target, (2, 4, 5)) as tap, torch.no_grad():
+        seen = tap.forward(ids)
+        own = target.model(input_ids=ids, output_hidden_states=True, use_cache=False)
+    assert torch.equal(seen.aux, torch.cat([own.hidden_states[k] for k in (2, 4, 5)], dim=-1))
+    assert torch.equal(target.logits(seen.last), own.logits)
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        (
+            lambda: family_config("llama2", rope_parameters={"rope_type": "dynamic", "factor": 4.0}),
+            "head: rope_type 'dynamic' is not supported, wanted one of default, linear,",
+        ),
+        (
+            lambda: other_config("Gemma3nTextConfig", intermediate_size=[48] * LAYERS),
+            "the target's config: intermediate_size: got [48, 48, 48, 48, 48, 48, 48, 48], wanted one number",
+        ),
+        (lambda: longrope(40), "rows: row "),
+    ],
+    ids=["dynamic", "gemma3n", "longrope"],
+)
+def test_families_that_no_head_can_be_trained_for_are_refused_before_extraction(
+    config, words, tiny_target_dir: Path, few_conversations: Path, tmp_path: Path
+):
+    from eagle_train.data.prepare import prepare
+
+    folder = tmp_path / "target"
+    save_target(folder, family_config("llama2"), tiny_target_dir)
+    config().save_pretrained(folder)  # the weights are never looked at
+    prepare([str(few_conversations)], str(folder), tmp_path / "rows")
+    with pytest.raises(UserError) as caught:
+        survey(tmp_path / "rows", str(folder), None, dtype="fp32", device="cpu")
+    assert words in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("length", [30, 31])
+def test_texts_end_where_longrope_changes_its_angles(length):
+    """Up to there trees are read as the text alone; a token more is refused before anything is read."""
+    target = Target("phi", None, random_model(longrope(30)))
+    settings = Settings(max_new_tokens=length - len(PROMPT), eos_ids=())
+    if length == 31:
+        with pytest.raises(UserError, match="prompt and answer: 31 tokens, wanted at most 30"):
+            plain(target, PROMPT, settings)
+        return
+    wanted = plain(target, PROMPT, settings).ids
+    own = target.model(torch.tensor([[*PROMPT, *wanted]]), use_cache=False).logits[0]
+    assert wanted == own[len(PROMPT) - 1 : -1].argmax(-1).tolist()
+    with pytest.raises(UserError, match="phi: 31 tokens, wanted at most 30"):
+        target.run_body(torch.zeros(1, 31, dtype=torch.int64))
+    generate(target, Scripted([*PROMPT, *wanted], ()), PROMPT, Settings(max_new_tokens=7, eos_ids=()))
+
+
+@pytest.mark.parametrize(
+    ("places", "words"),
+    [
+        ({"": "cpu"}, ""),
+        ({"a": 0, "b": 1}, ""),
+        ({"a": 0, "b": "cpu", "c": "cpu"}, "of the target's 3 parts device_map put 2 on the cpu: every"),
+        ({"a": 0, "b": "cpu", "c": "disk"}, "put 1 on the cpu and 1 on the disk: every forward waits"),
+        ({"a": "cpu", "b": "disk"}, "of the target's 2 parts device_map put 1 on the disk: every forward"),
+    ],
+)
+def test_parts_on_a_slower_device_are_said(places, words, capsys):
+    model = torch.nn.Module()
+    model.hf_device_map = places
+    checkpoint._say_spilled(model)
+    said = capsys.readouterr().err
+    assert words in said
+    assert said.count("\n") == bool(words)
+
+
+def test_a_target_partly_on_the_disk_is_the_same_target(tiny_target_dir: Path, tmp_path: Path, capsys):
+    folder = save_target(tmp_path / "target", family_config("llama2"), tiny_target_dir)
+    names = ["model.embed_tokens", "model.rotary_emb", "model.norm"]
+    places = dict.fromkeys([*names, *(f"model.layers.{i}" for i in range(6))], "cpu")
+    places |= dict.fromkeys(["model.layers.6", "model.layers.7", "lm_head"], "disk")
+    spilled = load_target(folder, dtype="fp32", device="cpu", device_map=places)
+    assert "put 3 on the disk" in capsys.readouterr().err
+    assert {weight.device.type for weight in spilled.model.parameters()} == {"cpu", "meta"}
+    whole = load_target(folder, dtype="fp32", device="cpu")
+    assert torch.equal(spilled.frozen().lm_head, whole.frozen().lm_head)
+    settings = Settings(max_new_tokens=8, eos_ids=())
+    wanted = plain(whole, PROMPT, settings).ids
+    assert plain(spilled, PROMPT, settings).ids == wanted
+    drafter = Scripted([*PROMPT, *wanted], layer_ids=(2, 7))
+    assert generate(spilled, drafter, PROMPT, settings).ids == wanted
