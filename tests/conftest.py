@@ -8,6 +8,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
+
+settings.register_profile("eagle", deadline=None)  # machines are noisy; no test is timed
+settings.load_profile("eagle")
 
 _CHATML = (
     "{% if messages[0]['role'] != 'system' %}{{ '<|im_start|>system\nYou are a tiny model.<|im_end|>\n' }}"

@@ -11,7 +11,7 @@ from eagle_train.decoding.sampling import Sampling, SeededChance, distribution, 
 from eagle_train.errors import UserError
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(
     seed=st.integers(0, 10_000),
     temperature=st.floats(0.05, 5),

@@ -60,7 +60,7 @@ def naive_dynamic(head: TableHead, total: int, top_k: int, depth: int) -> dict[t
     return found
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     seed=st.integers(0, 10_000),
     total=st.integers(2, 40),

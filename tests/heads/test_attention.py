@@ -62,7 +62,7 @@ ROWS = st.integers(1, 12).flatmap(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(ROWS, st.integers(0, 3))
 def test_equals_dense_attention_for_any_rows_and_documents(case, num_own):
     lengths, chosen = case

@@ -39,7 +39,7 @@ def _naive_loop(spans, is_right, gamma):
     return AcceptanceCounts(rounds, tokens, tuple(histogram))
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(
     st.lists(st.tuples(st.integers(1, 3), st.integers(0, 12)), min_size=1, max_size=4),
     st.integers(1, 5),
