@@ -351,9 +351,7 @@ def test_a_pickle_is_read_weights_only_and_on_request(tmp_path):
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(EAGLE3))
     torch.save(tensors, folder / "pytorch_model.bin")
-    with pytest.raises(
-        UserError, match=r"a pickle, which is read .* on request alone, --allow-bin"
-    ):
+    with pytest.raises(UserError, match=r"a pickle, which is read .* on request alone, --allow-bin"):
         read_foreign(folder)
     assert_same(read_foreign(folder, Told(pickled=True)).head, Forward(tensors, "midlayer", eagle3=True))
 
