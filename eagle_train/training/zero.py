@@ -211,13 +211,13 @@ def _refuse(recipe: OptimRecipe) -> None:
 
 def _import() -> Any:
     """Import DeepSpeed and let it take over the processes that are joined already."""
+    if not torch.distributed.is_initialized():
+        raise UserError("--deepspeed: partitions over processes; give --processes 2 or more, or use torchrun")
     os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")
     try:
         import deepspeed
     except ImportError as error:
         raise UserError("--deepspeed: not installed; pip install 'eagle-train[deepspeed]'") from error
-    if not torch.distributed.is_initialized():
-        raise UserError("--deepspeed: partitions over processes; give --processes 2 or more, or use torchrun")
     deepspeed.logger.setLevel("WARNING")
     renamed = r"`torch\.distributed\.\w+` is deprecated"  # at every call: DeepSpeed's to change
     warnings.filterwarnings("ignore", renamed, FutureWarning)
