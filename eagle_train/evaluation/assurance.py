@@ -74,10 +74,10 @@ def lines(report: dict[str, Any]) -> list[str]:
     """Return the report as lines of text."""
     found = [f"{report['head']} on {report['target']}, greedy, against plain decoding"]
     for check in report["checks"]:
-        start = f"{check['dtype']}, {check['draft']} (tau {check['tau']:.2f}): {check['prompts']} prompts, "
+        start = f"{check['dtype']}, {check['draft']} (tau {check['tau']:.2f}): "
         differences = check["differences"]
-        equal = f"{check['prompts'] - len(differences)} answers equal"
-        found.append(f"{start}{check['tokens']:,} tokens, {equal}")
+        equal = f"{check['prompts'] - len(differences)} of {check['prompts']} answers equal"
+        found.append(f"{start}{equal}, {check['tokens']:,} tokens")
         for one in differences:
             found.append(
                 f"  {one['question']}, turn {one['turn']}, token {one['at']}: the two best logits are "

@@ -77,7 +77,8 @@ def _figure(caption: str, draw: Callable[[Any, dict[str, Any]], None], report: d
     if axes.get_legend_handles_labels()[1]:
         axes.legend(frameon=False, fontsize=8)
     picture = io.StringIO()
-    with rc_context({"svg.hashsalt": "eagle", "svg.fonttype": "none"}):
+    salt = f"{caption} {set_name(report)} {report['temperature']}"  # ids of their own on a shared page
+    with rc_context({"svg.hashsalt": salt, "svg.fonttype": "none"}):
         figure.savefig(picture, format="svg", metadata={"Date": None})
     svg = picture.getvalue()
     return f"<figure>{svg[svg.index('<svg') :]}<figcaption>{_text(caption)}</figcaption></figure>"
@@ -88,6 +89,7 @@ def _by_position(axes: Any, report: dict[str, Any]) -> None:
         shares = result["accepted_by_position"]
         axes.plot(range(1, len(shares) + 1), shares, marker="o", label=_name(result))
     axes.set(xlabel="guess", ylabel="share of rounds", ylim=(0, 1))
+    axes.xaxis.get_major_locator().set_params(integer=True)
 
 
 def _histogram(axes: Any, report: dict[str, Any]) -> None:
@@ -97,6 +99,7 @@ def _histogram(axes: Any, report: dict[str, Any]) -> None:
         places = [k + width * number for k in range(len(counts))]
         axes.bar(places, counts, width=width, label=_name(result))
     axes.set(xlabel="accepted guesses", ylabel="rounds")
+    axes.xaxis.get_major_locator().set_params(integer=True)
 
 
 def _speed(axes: Any, report: dict[str, Any]) -> None:

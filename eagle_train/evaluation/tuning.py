@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -84,7 +84,7 @@ def tune(
         machine = measure(loaded, target, prompt, bar)
     frozen = target.frozen().to(dtype=torch.float32)
     found = tables(_in_fp32(loaded, target), frozen, batch, DEPTH, sampling)
-    ranked = sorted(candidates(found, machine, sampling.greedy), key=lambda c: -c.rate)
+    ranked = _ranked(candidates(found, machine, sampling.greedy))
     best, alone = ranked[0], 1 / machine.plain_token()
     report = evaluate(
         loaded,
@@ -170,6 +170,12 @@ def candidates(found: Tables, machine: Machine, greedy: bool) -> Iterator[Candid
             tau = replay_paths(found.ranks, found.room, paths).tau
             levels = [len(expanded) for _, _, _, expanded in StaticShape.from_paths(paths).levels if expanded]
             yield Candidate(Static(paths), tau, machine.round(len(paths) + 1, levels, tau))
+
+
+def _ranked(offered: Iterable[Candidate]) -> list[Candidate]:
+    """Return the candidates, the fastest first; of those that promise the same only the one offered first."""
+    distinct = {(one.tau, one.seconds): one for one in reversed(list(offered))}
+    return sorted(distinct.values(), key=lambda one: -one.rate)
 
 
 def rank_rates(found: Tables) -> list[list[float]]:

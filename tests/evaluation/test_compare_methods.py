@@ -137,8 +137,12 @@ def test_the_page_stands_alone_and_its_plots_and_trees_are_drawn(reports):
     rounds = sum(result["a_round"] is not None for report in reports for result in report["results"])
     assert len(pictures) == 2 * 6 + rounds
     assert rounds >= 6
+    referred: set[str] = set()
     for picture in pictures:
         ET.fromstring(picture)
+        own = set(re.findall(r'href="#(\w+)"|url\(#(\w+)\)', picture)) - {("", "")}
+        assert not referred & own  # ids on one page are each picture's own
+        referred |= own
     own = next(r for r in reports[0]["results"] if r["method"] == "draft-model")["a_round"]
     assert own["accepted"] == [1, 2]
     assert own["parents"] == [-1, 0, 1]

@@ -42,7 +42,7 @@ def test_equal_answers_pass_in_both_dtypes(head_dir, tiny_target_dir, capsys):
     assert verify(head_dir, tiny_target_dir, "--dtype", "fp32", "--draft", "chain") == 0
     out = capsys.readouterr().out
     assert "fp32, eagle3, chain of 3" in out
-    assert "2 answers equal" in out
+    assert "2 of 2 answers equal" in out
     assert out.splitlines()[-1] == f"next: eagle tune {head_dir} --target {tiny_target_dir}"
 
 
