@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import time
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -105,8 +106,8 @@ def measure(head: Head, target: Target, prompt: list[int], bar: Progress | None 
         taken["verify", 2] + taken["observe"] + taken["output", 2]
     )
     return Machine(
-        tuple(taken["verify", size] for size in SIZES),
-        tuple(taken["draft", size] for size in ROWS),
+        _rising(taken["verify", size] for size in SIZES),
+        _rising(taken["draft", size] for size in ROWS),
         taken["observe"],
         tuple(taken["output", size] for size in OUTPUTS),
         max(0.0, overhead),
@@ -139,6 +140,11 @@ def _least(jobs: dict[Any, Callable[[], object]], target: Target, bar: Progress 
         if bar is not None:
             bar.advance(1, "measuring times")
     return {name: min(seconds) for name, seconds in taken.items()}
+
+
+def _rising(seconds: Iterable[float]) -> tuple[float, ...]:
+    """Take each time as no longer than that of more tokens: what is above it is noise."""
+    return tuple(accumulate(reversed(list(seconds)), min))[::-1]
 
 
 def _now(target: Target) -> float:

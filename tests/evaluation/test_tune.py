@@ -84,6 +84,8 @@ def test_times_between_sizes_are_interpolated():
 def test_the_machine_is_measured(target, head):
     found = measure(head, target, [(37 * i + 5) % 290 for i in range(30)])
     assert min(*found.verify, *found.draft, *found.output, found.observe) > 0
+    assert list(found.verify) == sorted(found.verify)
+    assert list(found.draft) == sorted(found.draft)
     assert found.overhead >= 0
     assert set(found.figures["verify_ms"]) == {str(size) for size in SIZES}
 
