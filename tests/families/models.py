@@ -47,7 +47,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3": ("Qwen3Config", {"head_dim": 16}),
     "gemma2": (
         "Gemma2Config",
-        {**_GEMMA, "final_logit_softcapping": 3.0, "attn_logit_softcapping": 5.0},
+        {**_GEMMA, "final_logit_softcapping": 1.5, "attn_logit_softcapping": 5.0},
     ),
     "gemma3": ("Gemma3TextConfig", {**_GEMMA, "sliding_window_pattern": 3}),
     "phi3": ("Phi3Config", {"sliding_window": WINDOW}),
@@ -106,6 +106,8 @@ def random_model(config: Any, seed: int = 0) -> Any:
 
     model = AutoModelForCausalLM.from_config(config).eval()
     generator = torch.Generator().manual_seed(seed)
+    # Gemma scales tied embeddings up: as large as others', a token would always be followed by itself
+    spread = 0.05 if "gemma" in config.model_type else 0.3
     with torch.no_grad():
         for name, weight in model.named_parameters():
             noise = torch.randn(weight.shape, generator=generator)
@@ -113,7 +115,7 @@ def random_model(config: Any, seed: int = 0) -> Any:
                 weight.add_(0.1 * noise)
             else:
                 is_vocabulary = "embed" in name or "lm_head" in name
-                weight.copy_((0.3 if is_vocabulary else 2 / weight.shape[-1] ** 0.5) * noise)
+                weight.copy_((spread if is_vocabulary else 2 / weight.shape[-1] ** 0.5) * noise)
     return model
 
 
