@@ -46,8 +46,8 @@ def open_head(
         return read_any(folder, told, depth)
     if words := other_weights(folder, target.identity()):
         warnings.warn(f"{words}; expect a shorter acceptance length")
-    tables = (target.embedding, target.lm_head.weight)
-    return read_any(folder, told, target.num_layers, tables)
+    frozen = target.frozen()
+    return read_any(folder, told, target.num_layers, (frozen.embedding, frozen.lm_head))
 
 
 def run_of(folder: Path) -> Path | None:

@@ -31,9 +31,11 @@ def load_model(
     from transformers import AutoModelForCausalLM
 
     where, source = _source(target)
+    config = load_config(target, trust_remote_code)
     if dtype is None:
-        config = load_config(target, trust_remote_code)
         dtype = default_dtype(config, device, is_gguf=bool(source))
+    if device_map is None and getattr(config, "quantization_config", None) is not None:
+        device_map = {"": str(device)}  # some kinds of packed weights cannot be moved once they are loaded
     arguments: dict[str, Any] = {**source, "trust_remote_code": trust_remote_code}
     with _explained(target), _quiet():
         if device_map is not None:
