@@ -12,6 +12,7 @@ import hashlib
 import json
 import os
 import secrets
+import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -59,13 +60,16 @@ def make_folder(path: str | os.PathLike[str]) -> Path:
 def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
     """Yield a temporary name beside `path`; on success flush it to disk and rename it to `path`.
 
-    On any failure the temporary file is removed. Operating-system errors become UserError. The
-    temporary name is drawn at random, so two writers never write into one file, on any machine.
+    On any failure the temporary file is removed. Operating-system errors become UserError. It lies in a
+    folder of its own, named at random: two writers never meet, on any machine, and what a library leaves
+    beside a file that it was killed in is known by its place, ``.NAME.*.tmp``.
     """
     final = Path(path)
     make_folder(final.parent)
-    temporary = _temporary(final)
+    place = _temporary(final)
+    temporary = place / final.name
     try:
+        place.mkdir()
         yield temporary
         with open(temporary, "rb") as handle:
             os.fsync(handle.fileno())
@@ -74,8 +78,17 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
     except OSError as error:
         raise os_error(final, error) from error
     finally:
-        with contextlib.suppress(OSError):
-            temporary.unlink(missing_ok=True)
+        shutil.rmtree(place, ignore_errors=True)
+
+
+def sweep(folder: str | os.PathLike[str], name: str = "*") -> None:
+    """Remove what killed writers of the file `name`, or of any, left in `folder`."""
+    for leftover in Path(folder).glob(f".{name}.*.tmp"):
+        if leftover.is_dir():
+            shutil.rmtree(leftover, ignore_errors=True)
+        else:
+            with contextlib.suppress(OSError):
+                leftover.unlink(missing_ok=True)
 
 
 def create_text(path: str | os.PathLike[str], content: str) -> bool:

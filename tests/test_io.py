@@ -16,6 +16,7 @@ from eagle_train.io import (
     replacing,
     save_tensors,
     sha256_json,
+    sweep,
     write_json,
 )
 
@@ -123,3 +124,16 @@ def test_a_file_system_without_links_creates_too(tmp_path, monkeypatch, number):
     assert not create_text(tmp_path / "plan", "b")
     assert (tmp_path / "plan").read_text() == "a"
     assert os.listdir(tmp_path) == ["plan"]
+
+
+def test_what_killed_writers_left_is_swept_and_nothing_else(tmp_path):
+    for name in ("a", "b"):
+        place = tmp_path / f".{name}.0123456789ab.tmp"
+        place.mkdir()
+        (place / ".tmpXyZ123").write_text("half")
+        (tmp_path / name).write_text(name)
+    (tmp_path / ".a.of-a-library.tmp").write_text("half")
+    sweep(tmp_path, "a")
+    assert sorted(os.listdir(tmp_path)) == [".b.0123456789ab.tmp", "a", "b"]
+    sweep(tmp_path)
+    assert sorted(os.listdir(tmp_path)) == ["a", "b"]

@@ -18,7 +18,7 @@ import torch
 
 from eagle_train import distributed
 from eagle_train.errors import UserError
-from eagle_train.io import make_folder
+from eagle_train.io import make_folder, sweep
 from eagle_train.progress import Progress, bytes_text, progress
 from eagle_train.shards.claims import CLOSING, Claims, clear, take_in_turn
 from eagle_train.shards.manifest import close_directory, read_manifest
@@ -185,7 +185,7 @@ def _work(
             ThreadPoolExecutor(1) as writer,
         ):
             for number in take_in_turn(claims, todo, is_there, waiting):
-                _sweep(folder, number)
+                sweep(folder, shard_name(number))
                 seen.forget(number)
                 check = not done and distributed.is_main()
                 buffer = _fill(work, plan, tap, number, check, shown, seen)
@@ -250,9 +250,7 @@ def _closed(folder: Path, plan: Plan) -> bool:
     with Claims(folder) as claims:
         while not claims.take(CLOSING):
             time.sleep(_SECONDS_BETWEEN_LOOKS)
-        for pattern in (".*.tmp", ".tmp*"):  # our temporary names, and those that safetensors makes
-            for leftover in folder.glob(pattern):
-                leftover.unlink(missing_ok=True)
+        sweep(folder)
         try:
             close_directory(folder, plan)
         except UserError:
@@ -280,10 +278,3 @@ def _reopen(folder: Path) -> None:
     with suppress(OSError):
         for name in (MANIFEST, INDEX):
             (folder / name).unlink(missing_ok=True)
-
-
-def _sweep(folder: Path, number: int) -> None:
-    """Take away what a killed worker left half-written of a shard."""
-    for leftover in folder.glob(f".{shard_name(number)}.*.tmp"):
-        with suppress(OSError):
-            leftover.unlink(missing_ok=True)

@@ -176,8 +176,10 @@ def test_a_missing_or_cut_shard_is_made_anew_with_the_same_bytes(run: Run, tmp_p
     (tmp_path / "out" / "shard-00001.safetensors").unlink()
     (tmp_path / "out" / "shard-00003.safetensors").write_bytes(before["shard-00003.safetensors"][:-7])
     for name in ("shard-00003.safetensors", "index.safetensors", "shards.json", "target.safetensors"):
-        (tmp_path / "out" / f".{name}.0123456789ab.tmp").write_bytes(b"left behind")
-    (tmp_path / "out" / ".tmpAbCd12").write_bytes(b"by safetensors")
+        left = tmp_path / "out" / f".{name}.0123456789ab.tmp"
+        left.mkdir()
+        (left / name).write_bytes(b"left behind")
+        (left / ".tmpAbCd12").write_bytes(b"by safetensors")
     assert run()["shards_done_here"] == 2
     assert _bytes(tmp_path / "out") == before
 
