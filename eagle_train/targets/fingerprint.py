@@ -26,6 +26,17 @@ _SETTINGS = (
     "logit_scale",
     "logits_scaling",
 )  # settings that change the features while the weights stay the same
+_OF_SOME = (
+    "attention_multiplier",
+    "attn_logit_softcapping",
+    "clip_qkv",
+    "embedding_multiplier",
+    "layer_types",
+    "lm_head_multiplier",
+    "no_rope_layers",
+    "query_pre_attn_scalar",
+    "residual_multiplier",
+)  # the same of single families; they count where they are set
 
 
 def weights_fingerprint(model: PreTrainedModel, config: PretrainedConfig) -> str:
@@ -47,5 +58,6 @@ def weights_fingerprint(model: PreTrainedModel, config: PretrainedConfig) -> str
         values = flat[::stride][:_SAMPLES].to(torch.bfloat16).float().cpu().tolist()
         digest.update(json.dumps(values).encode())
     settings = {name: getattr(config, name, None) for name in _SETTINGS}
+    settings |= {name: value for name in _OF_SOME if (value := getattr(config, name, None)) is not None}
     digest.update(json.dumps(settings, sort_keys=True, default=str).encode())
     return digest.hexdigest()[:16]
