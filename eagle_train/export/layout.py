@@ -210,7 +210,9 @@ def _layer(config: HeadConfig, prefix: str, width: int) -> dict[str, tuple[int, 
     hidden, inner = config.hidden_size, config.intermediate_size
     queries = config.num_attention_heads * config.head_dim
     keys = config.num_key_value_heads * config.head_dim
-    return {
+    rows = {"q": queries, "k": keys, "v": keys, "o": hidden}
+    biases = {f"{prefix}.self_attn.{one}_proj.bias": (size,) for one, size in rows.items()}
+    return (biases if config.attention_bias else {}) | {
         f"{prefix}.self_attn.q_proj.weight": (queries, width),
         f"{prefix}.self_attn.k_proj.weight": (keys, width),
         f"{prefix}.self_attn.v_proj.weight": (keys, width),

@@ -135,6 +135,19 @@ _CASES: dict[str, tuple[str, str, dict[str, Any], dict[str, tuple[int, ...]], di
             "layer_types": ["sliding_attention"],
         },
     ),
+    "attention biases": (
+        "eagle3",
+        "vllm",
+        {"attention_bias": True},
+        {
+            **_EAGLE3,
+            **{
+                f"midlayer.self_attn.{one}_proj.bias": (size,)
+                for one, size in (("q", 64), ("k", 32), ("v", 32), ("o", 32))
+            },
+        },
+        {**_IDS, "attention_bias": True},
+    ),
     "eagle1 for vllm": ("eagle1", "vllm", {}, _EAGLE1, _EAGLE1_VLLM),
     "eagle1 for sglang": ("eagle1", "sglang", {}, {**_EAGLE1, "fc.bias": (32,)}, _EAGLE1_SGLANG),
     "eagle1, llama3 rope": ("eagle1", "vllm", {"llama3": True}, _EAGLE1, {**_EAGLE1_VLLM, **_LLAMA3}),
