@@ -64,9 +64,10 @@ def logits_of_rows(target: Target, rows: Tensor) -> Tensor:
     matrix first; the sums are the same up to their order.
     """
     head = target.lm_head
-    plain = type(head) is torch.nn.Linear and type(head.weight) is torch.nn.Parameter  # not quantised
-    here = head.weight.device.type == rows.device.type == "cpu" and rows.dtype == torch.float32
-    if not (plain and here and 2 <= len(rows) <= MOST_AT_ONCE):
+    few = 2 <= len(rows) <= MOST_AT_ONCE and rows.dtype == torch.float32
+    if not few or type(head) is not torch.nn.Linear or type(head.weight) is not torch.nn.Parameter:
+        return target.logits(rows)  # also where the map is quantised
+    if not head.weight.device.type == rows.device.type == "cpu":
         return target.logits(rows)
     product = (head.weight @ rows.T).T
     return target.output_map(product if head.bias is None else product + head.bias)

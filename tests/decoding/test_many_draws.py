@@ -62,7 +62,14 @@ class TableReader:
 def target():
     """The table as a target: only what the loop asks for."""
     logits = lambda last: LOGITS[last[..., 0], last[..., 1]]  # noqa: E731
-    return SimpleNamespace(logits=logits, device=torch.device("cpu"), eos_ids=(), name="table", lm_head=None)
+    return SimpleNamespace(
+        logits=logits,
+        device=torch.device("cpu"),
+        eos_ids=(),
+        name="table",
+        lm_head=None,
+        config=SimpleNamespace(),
+    )
 
 
 class TableDrafter:
