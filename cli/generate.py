@@ -28,8 +28,8 @@ def run(
     draft: str | None = typer.Option(
         None,
         "--draft",
-        help="chain, static or dynamic; default static for eagle1, dynamic for eagle3 heads; on a CPU "
-        "a chain is faster.",
+        help="chain, static, dynamic, sampled, or a .json of eagle tune; default static for eagle1 and medusa, "
+        "dynamic for eagle3 heads; on a CPU a chain is faster.",
     ),
     gamma: options.Gamma = None,
     tree_tokens: options.TreeTokens = None,
