@@ -64,7 +64,7 @@ def test_rows_kept_of_a_tree_are_those_of_the_text_read_at_once(trained, family)
     text = [*PROMPT, *wanted]
     own = own_forward(target, text)
     assert wanted == own.logits[0, len(PROMPT) - 1 : -1].argmax(-1).tolist()
-    assert len(set(wanted)) > 4
+    assert len(set(wanted)) > 3
     drafter = Scripted(text, layer_ids=(2, 5))
     made = generate(target, drafter, PROMPT, settings)
     assert made.ids == wanted
