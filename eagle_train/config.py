@@ -81,7 +81,7 @@ class DataRecipe:
     tokens_per_step: int | None = 16384
     rows_per_step: int | None = None
     micro_tokens: int = 4096  # tokens of one forward; bounds memory, changes no result
-    held_out: float = 64  # conversations: a share (below 1) or a number
+    held_out: float = 64.0  # conversations: a share (below 1) or a number
 
 
 @dataclass(frozen=True)

@@ -93,6 +93,16 @@ _NOT_OF = {  # settings of `head` that some kinds do not have
     "medusa": (*_NORMS, "num_hidden_layers", "intermediate_size", "qk_norm", "init_layer"),
 }
 _MAY_BE_ZERO = ("warmup_steps", "seed", "max_skipped", "init_layer")
+_MOST = {  # far above any use: beyond, memory ends or float32 does
+    "head.num_hidden_layers": 128,
+    "head.intermediate_size": 2**20,
+    "head.medusa_heads": 64,
+    "loss.ttt_steps": 64,
+    "loss.step_decay": 1,
+    "optim.lr": 10,
+    "optim.matrix_lr": 10,
+    "run.eval_gamma": 64,
+}
 
 
 def _check(recipe: Recipe) -> None:
@@ -110,6 +120,9 @@ def _check(recipe: Recipe) -> None:
             if type(value) is float:
                 fine = 0 <= value < float("inf")
                 refuse_unless(fine, f"{section}.{key}: got {value}, wanted a number of 0 or more")
+            most = _MOST.get(f"{section}.{key}")
+            if most is not None and value is not None:
+                refuse_unless(value <= most, f"{section}.{key}: got {value}, wanted at most {most}")
     head, loss, optim, data, run = recipe.head, recipe.loss, recipe.optim, recipe.data, recipe.run
     schedule = recipe.schedule
     for name in _NOT_OF.get(head.kind, ()):
@@ -144,7 +157,7 @@ def _check(recipe: Recipe) -> None:
         "data: wanted exactly one of tokens_per_step and rows_per_step; set the other to null",
     )
     refuse_unless(
-        data.held_out < 1 or data.held_out.is_integer(),
+        data.held_out < 1 or data.held_out % 1 == 0,
         f"data.held_out: got {data.held_out}, wanted a share below 1 or a whole number of conversations",
     )
     budgets = [run.epochs, run.steps, run.tokens]

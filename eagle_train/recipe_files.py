@@ -74,7 +74,10 @@ def _extended(name: str, by: Path) -> Path:
 
 
 def _file(path: Path) -> Path | None:
-    return path.resolve() if path.is_file() else None
+    try:
+        return path.resolve() if path.is_file() else None
+    except (OSError, ValueError) as error:  # such as a name too long
+        raise UserError(f"recipe '{path}': cannot be read ({error}); give a name or a file") from error
 
 
 def _built_in(name: str, where: str) -> Path:
@@ -89,7 +92,7 @@ def _built_in(name: str, where: str) -> Path:
 def _parse(text: str, where: str) -> Any:
     try:
         return yaml.safe_load(text)
-    except (yaml.YAMLError, ValueError) as error:  # ValueError: a date or number that cannot be
+    except (yaml.YAMLError, ValueError, RecursionError) as error:  # ValueError: no such date or number
         raise UserError(f"{where}: not valid YAML ({error})") from error
 
 

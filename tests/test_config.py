@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import itertools
 import json
+import typing
 from importlib.resources import files
 from pathlib import Path
 
 import pytest
 
-from eagle_train.config import Recipe
+from eagle_train.config import SECTIONS, Recipe
 from eagle_train.errors import UserError
 from eagle_train.recipe_checks import recipe_from_dict
 from eagle_train.recipe_files import load_recipe, recipe_names
@@ -93,6 +94,11 @@ def test_extends_overrides_only_what_it_names(tmp_path):
         ("run.eval_every=0", "run.eval_every: got 0, wanted 1 or more"),
         ("data.held_out=2.5", "data.held_out: got 2.5, wanted a share below 1 or a whole number"),
         ("optim.lr=[", "--set optim.lr=[: not valid YAML"),
+        (f"optim.betas={'[' * 9000}", "not valid YAML"),
+        ("loss.step_decay=1e300", "loss.step_decay: got 1e+300, wanted at most 1"),
+        ("optim.matrix_lr=1e30", "optim.matrix_lr: got 1e+30, wanted at most 10"),
+        ("head.intermediate_size=99999999999", "head.intermediate_size: got 99999999999, wanted at most"),
+        ("head.num_hidden_layers=1000000", "head.num_hidden_layers: got 1000000, wanted at most 128"),
     ],
 )
 def test_a_wrong_setting_is_one_line_naming_what_is_wanted(override, words):
@@ -123,6 +129,26 @@ def test_files_are_refused_by_name_and_key(tmp_path):
     assert "extends itself" in refused(bad)
     assert "did you mean 'eagle3'" in refused("eagel3")
     assert "recipe 'none.yaml': no such file" in refused("none.yaml")
+
+
+def test_a_recipe_that_extends_nothing_takes_the_defaults(tmp_path):
+    (tmp_path / "mine.yaml").write_text("head: {kind: eagle3}\nrun: {steps: 2}\n")
+    mine = load_recipe(tmp_path / "mine.yaml")
+    assert (mine.run.steps, mine.data.held_out, mine.loss.ttt_steps) == (2, 64, 7)
+    (tmp_path / "mine.yaml").write_text("")
+    assert "run: no end" in refused(tmp_path / "mine.yaml")
+    assert "cannot be read" in refused("x" * 5000)
+
+
+def test_a_default_has_the_type_that_its_key_says():
+    for section, factory in SECTIONS.items():
+        for key, hint in typing.get_type_hints(factory).items():
+            if hint in (int, float, bool):
+                assert type(getattr(factory(), key)) is hint, f"{section}.{key}"
+
+
+def test_medusa_heads_speak_the_whole_vocabulary():
+    assert load_recipe("medusa").head.draft_vocab_size is None
 
 
 def test_numbers_without_a_dot_are_numbers():
