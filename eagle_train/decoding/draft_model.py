@@ -14,13 +14,15 @@ from eagle_train.decoding.reader import Rows, TargetReader
 from eagle_train.decoding.sampling import Chance, Sampling, distribution
 from eagle_train.decoding.trees import Tree
 from eagle_train.errors import UserError
+from eagle_train.targets import checkpoint
 from eagle_train.targets.load import Target
 
 
 class DraftModel:
     """Continues the text by `gamma` tokens: the model's best when greedy, else drawn from its law.
 
-    Its cache keeps the rows of guesses that stood; those that were refused are forgotten.
+    Its cache keeps the rows of guesses that stood; those that were refused are forgotten. It stops guessing
+    where its own positions end.
     """
 
     layer_ids: tuple[int, ...] = ()
@@ -36,6 +38,7 @@ class DraftModel:
         if gamma < 1:
             raise UserError(f"draft-model: got {gamma} guesses, wanted at least 1")
         self.model, self.gamma, self.sampling = model, gamma, sampling or Sampling()
+        self._longest = checkpoint.longest_text(model.config)
 
     @property
     def figures(self) -> dict[str, object]:
@@ -57,14 +60,16 @@ class DraftModel:
         if equal < len(self._read):
             self._reader.cache.keep(equal, [])
             del self._read[equal:]
-        if len(self._text) - len(self._read) > self.gamma + 2:  # a prompt, not the tokens of a round
+        many = len(self._text) - len(self._read) > self.gamma + 2  # a prompt, not the tokens of a round
+        if many and self._room:
             self._take(self._text[len(self._read) : -1])
 
     def propose(self) -> Tree:
         """Draft a chain below the last token observed."""
         greedy, tokens, q = self.sampling.greedy, [self._text[-1]], []
         unread = self._text[len(self._read) :]
-        for _ in range(self.gamma):
+        guesses = min(self.gamma, self._room)
+        for _ in range(guesses):
             logits = self._logits(unread)
             if greedy:
                 token = int(logits.argmax())
@@ -73,7 +78,12 @@ class DraftModel:
                 token = self.chance.choose(q[-1])
             tokens.append(token)
             unread = [token]
-        return Tree(tuple(tokens), tuple(range(-1, self.gamma)), None if greedy else (*q, None))
+        return Tree(tuple(tokens), tuple(range(-1, guesses)), None if greedy else (*q, None))
+
+    @property
+    def _room(self) -> int:
+        """How many more tokens the model can read, the root included: as many guesses it can make."""
+        return self.gamma if self._longest is None else max(0, self._longest - len(self._text) + 1)
 
     def _logits(self, ids: list[int]) -> Tensor:
         """Read tokens; return the logits [V] of the one that follows."""

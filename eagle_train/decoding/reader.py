@@ -11,6 +11,7 @@ from torch import Tensor
 
 from eagle_train.decoding.cache import TargetCache, check_cacheable, tree_masks
 from eagle_train.decoding.trees import Tree
+from eagle_train.targets import checkpoint
 from eagle_train.targets.capture import Captured, FeatureTap
 from eagle_train.targets.load import Target
 
@@ -57,9 +58,15 @@ class TargetReader:
             yield start, self.read(ids[start : start + chunk])
 
     def read_tree(self, tree: Tree) -> Captured:
-        """Read all nodes at once: a node sees the text, its ancestors and itself. Features [n, F], [n, H]."""
+        """Read all nodes at once: a node sees the text, its ancestors and itself. Features [n, F], [n, H].
+
+        Nodes beyond the target's last position are read at it: no text reaches so far (`check_length`), so
+        whatever the target says there is never emitted.
+        """
         target, past = self.target, self.cache.length
         positions = past + torch.tensor(tree.depths, device=target.device)
+        if (longest := checkpoint.longest_text(target.config)) is not None:
+            positions = positions.clamp_max(longest - 1)
         masks = tree_masks(target.config, tree.sees.to(target.device), past, positions, target.dtype)
         return self._unbatched(
             self._tap.forward(

@@ -18,6 +18,7 @@ from eagle_train.evaluation.questions import Question, conversations, read_quest
 from eagle_train.heads.disk import Head
 from eagle_train.heads.foreign_config import Told
 from eagle_train.progress import progress
+from eagle_train.targets import checkpoint
 from eagle_train.targets.load import Target, dtype_name, load_target
 
 
@@ -67,6 +68,7 @@ def evaluate(
     if questions is None or isinstance(questions, str | Path):
         questions = read_questions(questions, num_questions)
     settings = Settings(max_new_tokens=max_new_tokens, sampling=sampling, seed=seed, block=block)
+    _check_lengths(target, questions, max_new_tokens, chat_template)
     turns = sum(len(question.turns[:max_turns]) for question in questions)
     with progress("eval", turns, "prompts", show) as bar:
         run = Comparison(target, entries, settings, bar)
@@ -98,3 +100,15 @@ def evaluate(
         },
         "results": results,
     }
+
+
+def _check_lengths(
+    target: Target, questions: Sequence[Question], max_new_tokens: int, chat_template: str | None
+) -> None:
+    """Refuse first turns whose answers could pass the target's last position, before any decoding."""
+    if checkpoint.longest_text(target.config) is None:
+        return
+    for question, conversation in conversations(target.tokenizer, list(questions), chat_template):
+        length = len(conversation.ask(0)) + max_new_tokens
+        where = f"question {question.id} with --max-new-tokens {max_new_tokens}"
+        checkpoint.check_length(target.config, length, where)

@@ -174,14 +174,34 @@ def rope_switch(config: PretrainedConfig) -> int | None:
     return min(found, default=None)
 
 
+def table_length(config: PretrainedConfig) -> int | None:
+    """Return how many positions a family's table holds (learned, or computed once); None with RoPE."""
+    rope = any(getattr(config, name, None) for name in ("rope_parameters", "rope_scaling", "rope_theta"))
+    if rope or getattr(config, "alibi", False):
+        return None
+    return getattr(config, "max_position_embeddings", None)
+
+
+def longest_text(config: PretrainedConfig) -> int | None:
+    """Return the most tokens that a text may have; None where the family sets no bound."""
+    bounds = (rope_switch(config), table_length(config))
+    return min((bound for bound in bounds if bound is not None), default=None)
+
+
 def check_length(config: PretrainedConfig, length: int, where: str) -> None:
-    """Raise UserError, beginning with `where`, for a text longer than the family's angles last."""
-    longest = rope_switch(config)
-    if longest is not None and length > longest:
+    """Raise UserError, beginning with `where`, for a text longer than the family's positions or angles."""
+    longest = longest_text(config)
+    if longest is None or length <= longest:
+        return
+    if longest == table_length(config):
         raise UserError(
-            f"{where}: {length} tokens, wanted at most {longest}: beyond, this target's RoPE changes the "
-            "angles of every token, and states depend on what is read together; use shorter texts"
+            f"{where}: {length} tokens, wanted at most {longest}: this target has no positions beyond; use "
+            "shorter texts, or fewer new tokens"
         )
+    raise UserError(
+        f"{where}: {length} tokens, wanted at most {longest}: beyond, this target's RoPE changes the angles "
+        "of every token, and states depend on what is read together; use shorter texts"
+    )
 
 
 def weight_of(module: Any) -> Tensor:

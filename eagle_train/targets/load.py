@@ -138,7 +138,7 @@ class Target:
 
         `cache` (a transformers Cache) is extended in place. No lm_head is run.
         """
-        if checkpoint.rope_switch(self.config) is not None:
+        if checkpoint.longest_text(self.config) is not None:
             past = 0 if cache is None else int(cache.get_seq_length())
             length = past + input_ids.shape[1] if position_ids is None else int(position_ids.max()) + 1
             checkpoint.check_length(self.config, length, self.name)

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
+from eagle_train.decoding.draft_model import DraftModel, first_layers
+from eagle_train.decoding.lookahead import Lookahead
 from eagle_train.decoding.loop import Settings, generate, plain
+from eagle_train.decoding.prompt_lookup import PromptLookup
 from eagle_train.decoding.reader import TargetReader
+from eagle_train.decoding.sampling import Sampling
 from eagle_train.errors import UserError
 from eagle_train.targets import checkpoint
 from eagle_train.targets.capture import FeatureTap
@@ -132,6 +137,42 @@ def test_texts_end_where_longrope_changes_its_angles(length):
     with pytest.raises(UserError, match="phi: 31 tokens, wanted at most 30"):
         target.run_body(torch.zeros(1, 31, dtype=torch.int64))
     generate(target, Scripted([*PROMPT, *wanted], ()), PROMPT, Settings(max_new_tokens=7, eos_ids=()))
+
+
+def bounded(family: str, positions: int, seed: int = 0) -> Target:
+    """A target whose positions end: a learned table, or RoPE whose angles change."""
+    if family == "gpt2":
+        config = family_config("gpt2", max_position_embeddings=positions)
+    else:
+        config = longrope(positions)
+    return Target(family, None, random_model(config, seed))
+
+
+@pytest.mark.parametrize("family", ["gpt2", "phi3-long"])
+@pytest.mark.parametrize("sampling", [Sampling(), Sampling(0.7)], ids=["greedy", "sampled"])
+def test_guesses_beyond_the_last_position_change_nothing(family, sampling):
+    target = bounded(family, 40)
+    settings = Settings(max_new_tokens=40 - len(PROMPT), eos_ids=(), sampling=sampling)
+    wanted = plain(target, PROMPT, settings).ids
+    short = bounded(family, 30, seed=1)  # ends earlier than the target
+    drafters = {
+        "lookahead": Lookahead(target, 7, 4, 7),
+        "prompt-lookup": PromptLookup(8),
+        "first layers": DraftModel(first_layers(target, 6), target, 6, sampling),
+        "itself": DraftModel(target, target, 6, sampling),
+        "shorter": DraftModel(short, target, 6, sampling),
+        "scripted": Scripted([*PROMPT, *wanted, *range(20)], ()),
+    }
+    for name, drafter in drafters.items():
+        for block in (False, True):
+            made = generate(target, drafter, PROMPT, replace(settings, block=block))
+            assert len(made.ids) == len(wanted), name
+            assert made.ids == wanted or not sampling.greedy, name
+    long = DraftModel(short, target, 6, sampling)  # a prompt beyond its positions: it never drafts
+    made = generate(target, long, [*PROMPT, *wanted[:12]], Settings(max_new_tokens=8, eos_ids=()))
+    assert made.accepted == [0] * 7
+    with pytest.raises(UserError, match="prompt and answer: 41 tokens, wanted at most 40"):
+        plain(target, PROMPT, replace(settings, max_new_tokens=41 - len(PROMPT)))
 
 
 @pytest.mark.parametrize(
