@@ -61,6 +61,12 @@ for _command in (
 ):
     app.command(name=_command.NAME, help=_command.HELP, epilog=_command.EXAMPLES)(_command.run)
 
+_KEEPS = {
+    "regenerate": "answers",
+    "extract": "shards",
+    "train": "steps",
+    "demo": "stages",
+}  # when interrupted
 _USAGE_ERROR: type[Exception] = typer.BadParameter.__mro__[2]  # ClickException, wherever typer has it from
 
 
@@ -91,7 +97,9 @@ def main(arguments: list[str] | None = None) -> NoReturn:
         text = _usage(error)  # empty where help was shown because nothing was asked for
         code = _say(f"error: {text}", 2) if text else 2
     if code == 130:  # also where typer itself turned Ctrl-C into this code
-        _say("interrupted; finished records are kept, give the same command again", 130)
+        named = (sys.argv[1:] if arguments is None else arguments)[:1]
+        kept = _KEEPS.get(named[0] if named else "")
+        _say(f"interrupted; {f'finished {kept} are kept, ' if kept else ''}give the same command again", 130)
     sys.exit(code if isinstance(code, int) else 0)
 
 

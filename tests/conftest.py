@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -12,6 +13,10 @@ from hypothesis import settings
 
 settings.register_profile("eagle", deadline=None)  # machines are noisy; no test is timed
 settings.load_profile("eagle")
+if (
+    signal.getsignal(signal.SIGINT) == signal.SIG_IGN
+):  # in the background; children must hear Ctrl-C
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 _CHATML = (
     "{% if messages[0]['role'] != 'system' %}{{ '<|im_start|>system\nYou are a tiny model.<|im_end|>\n' }}"

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-INTERRUPTED = "interrupted; finished records are kept, give the same command again"
+INTERRUPTED = "interrupted; give the same command again"
 
 
 def run_with(body: str) -> subprocess.CompletedProcess:
@@ -35,6 +35,17 @@ def test_errors_and_interrupts_are_one_line_and_a_code(body, code, line):
     assert ran.returncode == code
     assert ran.stderr.strip().splitlines()[-1] == line
     assert "Traceback" not in ran.stderr
+
+
+def test_what_is_kept_of_an_interrupted_command_is_said(tmp_path):
+    program = (
+        "import os, signal, eagle_cli.main as main, eagle_train.targets.workers as room\n"
+        "room.start_workers = lambda *a, **k: os.kill(os.getpid(), signal.SIGINT)\n"
+        f"main.main(['extract', {str(tmp_path)!r}, '--target', 'T', '--out', 'o'])\n"
+    )
+    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    assert ran.returncode == 130
+    assert ran.stderr.strip() == "interrupted; finished shards are kept, give the same command again"
 
 
 def test_a_bug_shows_its_traceback_and_is_1():

@@ -72,7 +72,7 @@ def trained(target: Target, texts: list[Text], kind: str) -> tuple[Head, PackedB
         step = Eagle3Step(head, target.frozen(), num_steps=4)
         counts = torch.tensor([float((batch.room > i).sum()) for i in range(4)])
     else:
-        step = Eagle1Step(head, target.frozen(), noise=0.0)
+        step = Eagle1Step(head, target.frozen())
         counts = torch.tensor([float(len(batch.rows))])
     optimizer = torch.optim.AdamW(head.parameters(), lr=1e-3)
     for _ in range(25):
