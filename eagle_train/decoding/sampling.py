@@ -11,6 +11,8 @@ from torch import Tensor
 
 from eagle_train.errors import UserError
 
+LOWEST_TEMPERATURE = 1e-4
+
 
 @dataclass(frozen=True)
 class Sampling:
@@ -27,6 +29,10 @@ class Sampling:
     def __post_init__(self) -> None:
         if not 0 <= self.temperature < float("inf"):
             raise UserError(f"temperature: got {self.temperature}, wanted 0 (greedy) or more")
+        if 0 < self.temperature < LOWEST_TEMPERATURE:
+            raise UserError(
+                f"temperature: got {self.temperature}, wanted at least {LOWEST_TEMPERATURE:g}; 0 is greedy"
+            )
         if self.top_k < 0:
             raise UserError(f"top-k: got {self.top_k}, wanted 0 (off) or more")
         if not 0 < self.top_p <= 1:
@@ -51,11 +57,12 @@ def distribution(logits: Tensor, sampling: Sampling) -> Tensor:
     near 0 is greedy. float64 logits stay float64, all others give float32. Ties at the k-th value stay, as
     in transformers.
     """
-    logits = logits if logits.dtype == torch.float64 else logits.float()
+    logits = _wide(logits)
     if sampling.greedy:
         return torch.nn.functional.one_hot(logits.argmax(-1), logits.shape[-1]).to(logits.dtype)
-    # Relative to the largest, so that a tiny temperature cannot overflow to inf - inf.
-    logits = (logits - logits.amax(-1, keepdim=True)) / sampling.temperature
+    # Relative to the largest, and divided by a number of the dtype: neither inf - inf nor 0 / 0 can come out.
+    temperature = _within(sampling.temperature, torch.finfo(logits.dtype))
+    logits = (logits - logits.amax(-1, keepdim=True)) / temperature
     if 0 < sampling.top_k < logits.shape[-1]:
         smallest = logits.topk(sampling.top_k, dim=-1).values[..., -1:]
         logits = logits.masked_fill(logits < smallest, -torch.inf)
@@ -70,16 +77,27 @@ def distribution(logits: Tensor, sampling: Sampling) -> Tensor:
     return p
 
 
+def _wide(logits: Tensor) -> Tensor:
+    return logits if logits.dtype == torch.float64 else logits.float()
+
+
+def _within(value: float, limits: torch.finfo) -> float:
+    """Return the nearest number above 0 that a dtype holds in full precision."""
+    return min(max(value, limits.tiny), limits.max)
+
+
 def penalised(logits: Tensor, text: Sequence[int], penalty: float) -> Tensor:
     """Return logits [V], those of tokens in `text` divided by `penalty`, or times it where below 0.
 
-    Source: CTRL (arXiv 1909.05858), section 4.1, in the form of transformers.
+    Finite logits stay finite. Source: CTRL (arXiv 1909.05858), section 4.1, in the form of transformers.
     """
     if penalty == 1:
         return logits
     seen = torch.tensor(sorted(set(text)), device=logits.device)
-    old = logits[seen]
-    return logits.index_copy(0, seen, torch.where(old < 0, old * penalty, old / penalty))
+    old, limits = _wide(logits[seen]), torch.finfo(logits.dtype)
+    penalty = _within(penalty, torch.finfo(old.dtype))
+    new = torch.where(old < 0, old * penalty, old / penalty).clamp(limits.min, limits.max)
+    return logits.index_copy(0, seen, new.to(logits.dtype))
 
 
 def without(law: Tensor, token: int) -> Tensor:

@@ -48,10 +48,34 @@ def test_works_on_one_dimensional_logits_as_on_rows():
             assert torch.equal(row, distribution(one, sampling))
 
 
-@pytest.mark.parametrize("sampling", [Sampling(1.0, top_p=1e-9), Sampling(1.0, 1), Sampling(1e-30)])
+@pytest.mark.parametrize("sampling", [Sampling(1.0, top_p=1e-9), Sampling(1.0, 1), Sampling(1e-4)])
 def test_top_p_near_0_top_k_1_and_temperature_near_0_are_greedy(sampling):
     logits = torch.randn(40, generator=torch.Generator().manual_seed(1))
     assert torch.equal(distribution(logits, sampling), distribution(logits, Sampling()))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        *({"temperature": temperature} for temperature in (1e-4, 1.0, 1e4, 1e39, 1e300)),
+        *({"temperature": 1e-4, "top_k": 3, "top_p": top_p} for top_p in (1e-50, 0.5)),
+        *({"temperature": 1.0, "repetition_penalty": penalty} for penalty in (5e-324, 1e-40, 1e40, 1e300)),
+    ],
+)
+def test_no_finite_setting_gives_anything_but_a_law(settings, dtype):
+    logits = torch.tensor([0.0, -1.0, 3.0, 3.0, -20.0, 400.0, -6e4, 7.5], dtype=dtype)
+    sampling = Sampling(**settings)
+    law = distribution(penalised(logits, [0, 1, 2, 5], sampling.repetition_penalty), sampling)
+    assert float(law.sum()) == pytest.approx(1, abs=1e-5)
+    assert 0 <= SeededChance(3).choose(law) < len(logits)
+
+
+def test_a_temperature_below_all_floats_is_greedy():
+    sampling = Sampling(1e-4)
+    object.__setattr__(sampling, "temperature", 1e-300)
+    logits = torch.tensor([1.0, 2.0, 1.5])
+    assert distribution(logits, sampling).tolist() == [0, 1, 0]
 
 
 def test_half_precision_logits_give_a_float32_law_that_sums_to_1():
@@ -64,6 +88,8 @@ def test_half_precision_logits_give_a_float32_law_that_sums_to_1():
     ("settings", "words"),
     [
         ({"temperature": -1}, "temperature: got -1"),
+        ({"temperature": 7e-46}, "temperature: got 7e-46, wanted at least 0.0001; 0 is greedy"),
+        ({"temperature": 0.99e-4}, "temperature: got 9.9e-05, wanted at least 0.0001; 0 is greedy"),
         ({"temperature": float("nan")}, "temperature: got nan"),
         ({"top_k": -3}, "top-k: got -3"),
         ({"temperature": float("inf")}, "temperature: got inf"),
