@@ -39,7 +39,8 @@ def check_keys(changes: dict[str, Any], where: str) -> None:
         known = {f.name for f in dataclasses.fields(SECTIONS[section])}  # type: ignore[arg-type]
         for key in keys or {}:
             if key not in known:
-                near = nearest(str(key), known) or f"; known are {', '.join(sorted(known))}"
+                near = nearest(str(key), known).replace("'", f"'{section}.", 1)
+                near = near or f"; known are {', '.join(sorted(known))}"
                 raise UserError(f"{where}: unknown key '{section}.{key}'{near}")
 
 

@@ -67,7 +67,7 @@ def test_extends_overrides_only_what_it_names(tmp_path):
 @pytest.mark.parametrize(
     ("override", "words"),
     [
-        ("optim.lrr=1e-4", "unknown key 'optim.lrr'; did you mean 'lr'?"),
+        ("optim.lrr=1e-4", "unknown key 'optim.lrr'; did you mean 'optim.lr'?"),
         ("optm.lr=1e-4", "unknown section 'optm'"),
         ("optm.lr=1e-4", "did you mean 'optim'?"),
         ("optim.lr=fast", "recipe eagle3: optim.lr: got 'fast', wanted a number"),

@@ -39,7 +39,7 @@ def test_a_misspelt_recipe_key_is_exit_2_with_the_nearest_name_and_starts_nothin
         "train", tiny_shards_dir, "--recipe", "eagle3", "--set", "optim.lrr=1", "--out", tmp_path / "run"
     )
     assert done.returncode == 2
-    assert done.stderr == "error: --set: unknown key 'optim.lrr'; did you mean 'lr'?\n"
+    assert done.stderr == "error: --set: unknown key 'optim.lrr'; did you mean 'optim.lr'?\n"
     assert not (tmp_path / "run").exists()
 
 
