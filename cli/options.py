@@ -16,7 +16,7 @@ Head = Annotated[
 Gamma = Annotated[int | None, typer.Option("--gamma", max=256, help="Guesses of a chain; default 3.")]
 TreeTokens = Annotated[
     int | None,
-    typer.Option("--tree-tokens", max=4096, help="Nodes of a dynamic tree, its root counted; default 60."),
+    typer.Option("--tree-tokens", max=1024, help="Nodes of a dynamic tree, its root counted; default 60."),
 ]
 TopK = Annotated[
     int | None,

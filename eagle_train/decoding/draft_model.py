@@ -12,6 +12,7 @@ from torch import Tensor
 
 from eagle_train.decoding.reader import Rows, TargetReader
 from eagle_train.decoding.sampling import Chance, Sampling, distribution
+from eagle_train.decoding.shapes import check_size
 from eagle_train.decoding.trees import Tree
 from eagle_train.errors import UserError
 from eagle_train.targets import checkpoint
@@ -35,8 +36,7 @@ class DraftModel:
                 f"draft model {model.name}: its vocabulary is {model.vocab_size}, that of {target.name} is "
                 f"{target.vocab_size}; wanted a smaller model of the same family"
             )
-        if gamma < 1:
-            raise UserError(f"draft-model: got {gamma} guesses, wanted at least 1")
+        check_size("draft-model: got {} guesses", gamma)
         self.model, self.gamma, self.sampling = model, gamma, sampling or Sampling()
         self._longest = checkpoint.longest_text(model.config)
 

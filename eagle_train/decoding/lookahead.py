@@ -17,8 +17,8 @@ import torch
 
 from eagle_train.decoding.reader import Rows
 from eagle_train.decoding.sampling import Chance
+from eagle_train.decoding.shapes import MOST_NODES, check_size
 from eagle_train.decoding.trees import Tree
-from eagle_train.errors import UserError
 from eagle_train.targets.load import Target
 
 Gram = tuple[int, ...]
@@ -36,8 +36,10 @@ class Lookahead:
 
     def __init__(self, target: Target, window: int = 7, level: int = 4, guesses: int = 7) -> None:
         for name, value, least in (("window", window, 2), ("level", level, 2), ("guesses", guesses, 1)):
-            if value < least:
-                raise UserError(f"lookahead: got {name} {value}, wanted at least {least}")
+            check_size(f"lookahead: got {name} {{}}", value, least)
+        rows = (window + guesses) * (level - 1)
+        words = f"lookahead: window {window}, level {level} and {guesses} guesses make {{}} rows a round"
+        check_size(words, rows, most=MOST_NODES)
         self.target, self.window, self.level, self.guesses = target, window, level, guesses
 
     @property

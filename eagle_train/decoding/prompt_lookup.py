@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from eagle_train.decoding.reader import Rows
 from eagle_train.decoding.sampling import Chance
+from eagle_train.decoding.shapes import check_size
 from eagle_train.decoding.trees import Tree
-from eagle_train.errors import UserError
 
 
 class PromptLookup:
@@ -21,8 +21,7 @@ class PromptLookup:
 
     def __init__(self, gamma: int = 8, longest: int = 3) -> None:
         for name, value in (("gamma", gamma), ("longest", longest)):
-            if value < 1:
-                raise UserError(f"prompt-lookup: got {name} {value}, wanted at least 1")
+            check_size(f"prompt-lookup: got {name} {{}}", value)
         self.gamma, self.longest = gamma, longest
 
     @property

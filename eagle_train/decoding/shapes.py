@@ -11,6 +11,22 @@ from eagle_train.decoding.trees import EAGLE1_PATHS, StaticShape
 from eagle_train.errors import UserError
 from eagle_train.io import read_json, write_json
 
+MOST_NODES = 1024  # that a target reads in one round, the root counted
+MOST_GUESSES = 256  # one after the other
+MOST_ROWS = 2048  # that a head drafts in one round
+
+
+def check_size(got: str, value: object, least: int = 1, most: int = MOST_GUESSES) -> None:
+    """Raise UserError for a size that is no whole number from `least` to `most`.
+
+    `got` is the beginning of its text, ``{}`` standing for the value.
+    """
+    words = got.format(repr(value)[:20])
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise UserError(f"{words}, wanted a whole number")
+    if not least <= value <= most:
+        raise UserError(f"{words}, wanted {f'at least {least}' if value < least else f'at most {most}'}")
+
 
 @dataclass(frozen=True)
 class Chain:
@@ -24,8 +40,7 @@ class Chain:
     stop: float = 0.0
 
     def __post_init__(self) -> None:
-        if self.gamma < 1:
-            raise UserError(f"chain: got {self.gamma} guesses, wanted at least 1")
+        check_size("chain: got {} guesses", self.gamma)
         if not 0 <= self.stop < 1:
             raise UserError(f"chain: got stop {self.stop}, wanted a probability from 0 (never) to below 1")
 
@@ -42,6 +57,11 @@ class Static:
 
     paths: tuple[tuple[int, ...], ...] = EAGLE1_PATHS
 
+    def __post_init__(self) -> None:
+        check_size("static tree: got {} nodes with its root", len(self.paths) + 1, 2, MOST_NODES)
+        for rank in (rank for path in self.paths for rank in path):
+            check_size("static tree: got a rank of {}", rank, 0, 2**31)
+
     @property
     def figures(self) -> dict[str, object]:
         """How reports name this shape. `nodes` counts the root."""
@@ -57,9 +77,13 @@ class Dynamic:
     depth: int = 8
 
     def __post_init__(self) -> None:
-        for name, least in (("total_tokens", 2), ("top_k", 1), ("depth", 1)):
-            if getattr(self, name) < least:
-                raise UserError(f"dynamic tree: got {name} {getattr(self, name)}, wanted at least {least}")
+        for name, least, most in (
+            ("total_tokens", 2, MOST_NODES),
+            ("top_k", 1, MOST_NODES),
+            ("depth", 1, 256),
+        ):
+            check_size(f"dynamic tree: got {name} {{}}", getattr(self, name), least, most)
+        check_size("dynamic tree: got top_k times depth {}", self.top_k * self.depth, 1, MOST_ROWS)
 
     @property
     def figures(self) -> dict[str, object]:
@@ -77,8 +101,16 @@ class Sampled:
     widths: tuple[int, ...] = (4, 2, 1, 1)
 
     def __post_init__(self) -> None:
-        if not self.widths or min(self.widths) < 1:
-            raise UserError(f"sampled tree: got widths {self.widths}, wanted at least one child a level")
+        if not self.widths:
+            raise UserError("sampled tree: got no widths, wanted at least one child a level")
+        check_size("sampled tree: got {} levels", len(self.widths))
+        for width in self.widths:
+            check_size("sampled tree: got a width of {}", width, 1, MOST_NODES)
+        check_size("sampled tree: got {} nodes with its root", self._nodes, 1, MOST_NODES)
+
+    @property
+    def _nodes(self) -> int:
+        return 1 + sum(math.prod(self.widths[: d + 1]) for d in range(len(self.widths)))
 
     @property
     def paths(self) -> tuple[tuple[int, ...], ...]:
@@ -91,8 +123,7 @@ class Sampled:
     @property
     def figures(self) -> dict[str, object]:
         """How reports name this shape. `nodes` counts the root."""
-        nodes = 1 + sum(math.prod(self.widths[: d + 1]) for d in range(len(self.widths)))
-        return {"draft": "sampled", "nodes": nodes, "depth": len(self.widths)}
+        return {"draft": "sampled", "nodes": self._nodes, "depth": len(self.widths)}
 
 
 Shape = Chain | Static | Dynamic | Sampled
@@ -112,10 +143,12 @@ def read_shape(path: str | Path) -> Shape:
         raise UserError(f"{path}: no draft of a known kind, wanted 'draft': one of {', '.join(_KINDS)}")
     try:
         if kind is Static:
-            values["paths"] = tuple(tuple(int(rank) for rank in path) for path in values["paths"])
-            StaticShape.from_paths(values["paths"])
+            values["paths"] = tuple(map(tuple, values["paths"]))
         if kind is Sampled:
-            values["widths"] = tuple(int(width) for width in values["widths"])
-        return kind(**values)
-    except (TypeError, KeyError, ValueError) as error:
+            values["widths"] = tuple(values["widths"])
+        shape = kind(**values)
+        if isinstance(shape, Static):
+            StaticShape.from_paths(shape.paths)
+        return shape
+    except (TypeError, KeyError, ValueError, AttributeError, OverflowError, UserError) as error:
         raise UserError(f"{path}: not a shape of eagle tune ({error}); write it anew") from error

@@ -220,6 +220,12 @@ def test_sizes_that_cannot_work_are_refused(target, toy):
         (lambda: Lookahead(target, 1), "lookahead: got window 1, wanted at least 2"),
         (lambda: Lookahead(target, 3, 1), "lookahead: got level 1, wanted at least 2"),
         (lambda: Lookahead(target, 3, 3, 0), "lookahead: got guesses 0"),
+        (
+            lambda: Lookahead(target, 256, 64, 256),
+            "256 guesses make 32256 rows a round, wanted at most 1024",
+        ),
+        (lambda: DraftModel(target, target, 1000), "draft-model: got 1000 guesses, wanted at most 256"),
+        (lambda: PromptLookup(10**9), "prompt-lookup: got gamma 1000000000, wanted at most 256"),
     ):
         with pytest.raises(UserError, match=words):
             make()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -101,7 +102,9 @@ def test_tune_reports_predicted_and_measured_and_writes_a_draft_that_eval_takes(
     assert not left.value.code
     out = capsys.readouterr().out
     assert "times plain decoding" in out
-    assert "speculation loses here" in out  # a random head
+    measured = float(re.search(r"measured ([\d.]+) \(", out)[1])  # noise decides: a random head, few tokens
+    if measured != 1:
+        assert ("speculation loses here" in out) == (measured < 1)
     assert out.splitlines()[-1].endswith(f"--draft {tmp_path / 'tuned.json'}")
     read_shape(tmp_path / "tuned.json")
     words = ["eval", tmp_path / "head", "--target", tiny_target_dir, "--num-questions", 1, "--max-turns", 1]
