@@ -42,7 +42,7 @@ def run(
     as_json: bool = typer.Option(False, "--json", help="Print what was found or made as JSON."),
 ) -> None:
     from eagle_train.errors import UserError, nearest
-    from eagle_train.shards import upkeep
+    from eagle_train.shards import pruning, upkeep
 
     if action not in _ACTIONS:
         raise UserError(f"shards {action}: wanted one of {', '.join(_ACTIONS)}{nearest(action, _ACTIONS)}")
@@ -59,10 +59,7 @@ def run(
         for fault in [] if as_json else found["faults"]:
             print(f"damaged: {fault}")
         if found["faults"]:
-            raise UserError(
-                f"{folder}: {len(found['faults'])} faults; eagle shards prune {folder} --damaged removes "
-                "damaged shards, and the same eagle extract makes them anew"
-            )
+            raise UserError(f"{folder}: {len(found['faults'])} faults; {found['advice']}")
     elif action == "info":
         _print(upkeep.describe(folder), as_json)
     elif action == "merge":
@@ -76,7 +73,7 @@ def run(
         for part in [] if as_json else made:
             _print(part, as_json)
     else:
-        pruned = upkeep.prune(folder, shards=shard or (), rows=row or (), damaged=damaged)
+        pruned = pruning.prune(folder, shards=shard or (), rows=row or (), damaged=damaged)
         if as_json:
             print(json.dumps(pruned))
             return

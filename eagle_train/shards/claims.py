@@ -9,8 +9,8 @@ and their bytes do not depend on who writes them.
 from __future__ import annotations
 
 import os
+import re
 import secrets
-import shutil
 import socket
 import threading
 import time
@@ -19,6 +19,7 @@ from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 
+from eagle_train.errors import UserError
 from eagle_train.io import link, os_error
 
 FOLDER = ".claims"
@@ -26,6 +27,8 @@ CLOSING = -1  # claimed like a shard by the worker that writes the manifest
 _EXPIRES = 120.0  # seconds; file systems across machines may show a change a minute late
 _BEAT = 10.0
 _LOOK = 2.0
+_CLAIM = re.compile(r"(-0001|[0-9]{5,9})\.(0|[1-9][0-9]{0,8})")  # shard, generation
+_UNFINISHED = re.compile(r"\.[0-9a-f]{12}\.tmp")
 
 
 class Claims:
@@ -72,7 +75,9 @@ class Claims:
             self.folder.mkdir(parents=True, exist_ok=True)
             whole.write_text(self.me)
             link(whole, path)
-        except (FileExistsError, FileNotFoundError):  # another was quicker, or took the folder away
+        except (FileExistsError, FileNotFoundError) as error:  # another was quicker, or took it away
+            if self.folder.exists() and not self.folder.is_dir():
+                raise UserError(f"{self.folder}: a file, wanted a folder of claims; remove it") from error
             return False
         except OSError as error:
             raise os_error(path, error) from error
@@ -90,11 +95,12 @@ class Claims:
                 path.unlink(missing_ok=True)
 
     def _generations(self, number: int) -> list[Path]:
-        return sorted(self.folder.glob(f"{number:05d}.*"), key=_generation)
+        found = [path for path in self.folder.glob(f"{number:05d}.*") if _CLAIM.fullmatch(path.name)]
+        return sorted(found, key=_generation)
 
     def _is_abandoned(self, path: Path) -> bool:
         try:
-            changed, text = path.stat().st_mtime_ns, path.read_text()
+            changed, text = path.stat().st_mtime_ns, path.read_text(errors="replace")
         except FileNotFoundError:
             return False  # let go just now
         except OSError as error:
@@ -149,8 +155,12 @@ def take_in_turn(
 
 
 def clear(folder: Path) -> None:
-    """Take away all claims in `folder`, once every shard is there."""
-    shutil.rmtree(folder / FOLDER, ignore_errors=True)
+    """Take away all claims in `folder`, once every shard is there; what is no claim stays."""
+    with suppress(OSError):
+        for path in list((folder / FOLDER).iterdir()):
+            if _CLAIM.fullmatch(path.name) or _UNFINISHED.fullmatch(path.name):
+                path.unlink(missing_ok=True)
+        (folder / FOLDER).rmdir()
 
 
 def _generation(path: Path) -> int:

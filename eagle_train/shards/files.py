@@ -16,7 +16,7 @@ from torch import Tensor
 
 from eagle_train.errors import UserError
 from eagle_train.io import os_error
-from eagle_train.shards.schema import HEADER_KEY
+from eagle_train.shards.schema import HEADER_KEY, MANIFEST, PLAN
 
 _DTYPES = {
     "F32": torch.float32,
@@ -29,7 +29,17 @@ _DTYPES = {
     "U8": torch.uint8,
 }
 DTYPE_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
-_MEND = "run the same eagle extract again: it makes this shard anew"
+_HEADER: dict[str, type] = {
+    "plan": str,
+    "shard": int,
+    "tokens": int,
+    "labels": int,
+    "row_ids": list,
+    "conversation_ids": list,
+    "skipped": list,
+    "target": dict,
+    "checksums": dict,
+}
 
 
 @dataclass(frozen=True)
@@ -58,7 +68,9 @@ class ShardFile:
         """Read every byte and compare with the header's checksums; raise UserError naming the tensor."""
         for name, tensor in self.map().items():
             if checksum(tensor) != self.header["checksums"].get(name):
-                raise UserError(f"{self.path}: tensor {name} is damaged (checksum differs); {_MEND}")
+                raise UserError(
+                    f"{self.path}: tensor {name} is damaged (checksum differs); {mend_shard(self.path)}"
+                )
 
 
 def checksum(tensor: Tensor) -> str:
@@ -68,6 +80,21 @@ def checksum(tensor: Tensor) -> str:
     return hashlib.sha256(tensor.reshape(-1).view(torch.uint8).numpy().data).hexdigest()
 
 
+def mend_shard(path: Path) -> str:
+    """Say what to do about a damaged shard: merged or split shards have no extraction to make it anew."""
+    if not (path.parent / PLAN).is_file() and (path.parent / MANIFEST).is_file():
+        return f"leave it out with eagle shards prune {path.parent} --damaged"
+    return "run the same eagle extract again: it makes this shard anew"
+
+
+def _check_header(header: dict[str, Any]) -> None:
+    for name, kind in _HEADER.items():
+        if type(header[name]) is not kind:
+            raise TypeError(f"{name}: {str(header[name])[:40]!r}")
+    if not all(isinstance(text, str) for text in header["row_ids"] + header["conversation_ids"]):
+        raise TypeError("ids of rows that are no texts")
+
+
 def open_shard(path: Path) -> ShardFile:
     """Read the header of a shard; raise UserError when the file is missing, cut or not a shard."""
     try:
@@ -75,25 +102,28 @@ def open_shard(path: Path) -> ShardFile:
             size = os.fstat(handle.fileno()).st_size
             length = int.from_bytes(handle.read(8), "little")
             if size < 8 or length > size - 8:
-                raise UserError(f"{path}: cut off or not a shard ({size} bytes); {_MEND}")
+                raise UserError(f"{path}: cut off or not a shard ({size} bytes); {mend_shard(path)}")
             text = handle.read(length)
     except FileNotFoundError as error:
-        raise UserError(f"{path}: missing; {_MEND}") from error
+        raise UserError(f"{path}: missing; {mend_shard(path)}") from error
     except OSError as error:
         raise os_error(path, error) from error
     try:
         entries = json.loads(text)
         header = json.loads(entries.pop("__metadata__")[HEADER_KEY])
+        _check_header(header)
         layout, end = {}, 8 + length
         for name, entry in entries.items():
             first, last = entry["data_offsets"]
             dtype, shape = _DTYPES[entry["dtype"]], tuple(entry["shape"])
-            if last - first != dtype.itemsize * prod(shape):
+            if first < 0 or min(shape, default=0) < 0 or last - first != dtype.itemsize * prod(shape):
                 raise ValueError(f"tensor {name} has the wrong size")
             layout[name] = (dtype, shape, 8 + length + first)
             end = max(end, 8 + length + last)
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UserError(f"{path}: damaged header ({error}); {_MEND}") from error
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
+        raise UserError(f"{path}: damaged header ({error}); {mend_shard(path)}") from error
     if end != size:
-        raise UserError(f"{path}: {size:,} bytes, its header says {end:,}: cut off or damaged; {_MEND}")
+        raise UserError(
+            f"{path}: {size:,} bytes, its header says {end:,}: cut off or damaged; {mend_shard(path)}"
+        )
     return ShardFile(path, header, layout, size)

@@ -18,6 +18,7 @@ from torch.nn import functional
 
 from eagle_train.errors import UserError
 from eagle_train.io import load_tensors, read_json, save_tensors, write_json
+from eagle_train.shards.schema import mend
 
 TENSORS = "target.safetensors"
 RECORD = "target.json"
@@ -127,7 +128,7 @@ class FrozenTarget:
     def load(cls, folder: str | Path) -> FrozenTarget:
         """Read what `save` wrote; raise UserError naming the file that is missing or damaged."""
         folder = Path(folder)
-        record = read_json(folder / RECORD, "run eagle extract again; it writes this file first")
+        record = read_json(folder / RECORD, mend(folder))
         if record.get("format_version") != FORMAT_VERSION:
             raise UserError(
                 f"{folder / RECORD}: format version {record.get('format_version')}, wanted {FORMAT_VERSION}; "
@@ -137,12 +138,12 @@ class FrozenTarget:
             if name not in record or not isinstance(record[name], kinds):
                 raise UserError(
                     f"{folder / RECORD}: {name}: got {record.get(name, 'nothing')!r}, wanted "
-                    f"{_WORDS[kinds[0]]}; run the same eagle extract again"
+                    f"{_WORDS[kinds[0]]}; {mend(folder)}"
                 )
-        tensors, _ = load_tensors(folder / TENSORS)
+        tensors = _tensors(folder)
         wanted = {"embedding"} if record["tied"] else {"embedding", "lm_head"}
         if absent := sorted(wanted - set(tensors)):
-            raise UserError(f"{folder / TENSORS}: lacks {', '.join(absent)}; run eagle extract again")
+            raise UserError(f"{folder / TENSORS}: lacks {', '.join(absent)}; {mend(folder)}")
         return cls(
             embedding=tensors["embedding"],
             lm_head=tensors["embedding"] if record["tied"] else tensors["lm_head"],
@@ -152,3 +153,10 @@ class FrozenTarget:
             config=record["config"],
             target=record["target"],
         )
+
+
+def _tensors(folder: Path) -> dict[str, Tensor]:
+    try:
+        return load_tensors(folder / TENSORS)[0]
+    except UserError as error:
+        raise UserError(f"{error}; {mend(folder)}") from error

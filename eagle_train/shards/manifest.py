@@ -1,4 +1,4 @@
-"""The manifest over finished shards: written last, read first.
+"""Writing the manifest over finished shards: written last, read first (listing.py).
 
 Any worker may write it, more than one too: its content depends on the shards alone.
 """
@@ -13,43 +13,31 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from eagle_train.errors import UserError
-from eagle_train.io import read_json, save_tensors, sha256_bytes, sha256_file, write_json
+from eagle_train.io import save_tensors, sha256_bytes, sha256_file, sha256_json, write_json
 from eagle_train.provenance import tool_version
 from eagle_train.shards import frozen_target
-from eagle_train.shards.codecs import CODECS
 from eagle_train.shards.files import ShardFile, open_shard
 from eagle_train.shards.schema import (
-    FEATURES,
     FORMAT_VERSION,
     INDEX,
+    LAYER_CONVENTION,
     MANIFEST,
-    PLAN,
     Plan,
     Setting,
-    refuse_version,
     shard_name,
+    shard_number,
 )
 
-LAYER_CONVENTION = "k = the residual stream entering layer k, hidden_states[k]"
-_AGAIN = "run the same eagle extract again"
-_FIELDS: dict[str, type] = {
-    "plan": str,
-    "features": str,
-    "layer_ids": list,
-    "codec": str,
-    "hidden_size": int,
-    "vocab_size": int,
-    "num_layers": int,
-    "target": dict,
-    "num_rows": int,
-    "tokens": int,
-    "labels": int,
-    "skipped": list,
-    "shards": list,
-    "supervised_frequencies": dict,
+# What shards must share to lie in one directory, and how a command line says it.
+SAME = {
+    "features": "--for",
+    "layer_ids": "layers",
+    "codec": "codec",
+    "hidden_size": "hidden size",
+    "vocab_size": "vocabulary",
+    "num_layers": "number of layers",
+    "tokenizer_fingerprint": "tokenizer",
 }
-_SHARD_FIELDS: dict[str, type] = {"file": str, "bytes": int, "rows": int, "tokens": int, "labels": int}
 
 
 def described(setting: Setting) -> dict[str, Any]:
@@ -85,23 +73,74 @@ def close_directory(folder: Path, plan: Plan) -> dict[str, Any]:
 
 
 def write_manifest(folder: Path, head: dict[str, Any], shards: Sequence[ShardFile]) -> dict[str, Any]:
-    """Write index and manifest over `shards`, which lie in `folder`; `head` says what they are."""
+    """Write index and manifest over `shards`, which lie in `folder`; `head` says what they are.
+
+    Killed between the two it leaves an index that the old manifest does not list: readers say so.
+    """
     save_tensors(folder / INDEX, _index(shards))
     target = folder / frozen_target.TENSORS
     manifest = {
         "format_version": FORMAT_VERSION,
+        "target_checksum": sha256_file(target) if target.is_file() else None,
         **head,
+        "tool_version": tool_version(),
+        "index_checksum": sha256_file(folder / INDEX),
+        **counted(shards),
+    }
+    write_json(folder / MANIFEST, manifest)
+    return manifest
+
+
+def counted(shards: Sequence[ShardFile]) -> dict[str, Any]:
+    """What a manifest says of its shards one by one and in sum."""
+    return {
         "num_rows": sum(len(shard.header["row_ids"]) for shard in shards),
         "tokens": sum(shard.header["tokens"] for shard in shards),
         "labels": sum(shard.header["labels"] for shard in shards),
         "skipped": [row for shard in shards for row in shard.header["skipped"]],
-        "tool_version": tool_version(),
-        "target_checksum": sha256_file(target) if target.is_file() else None,
         "shards": [_entry(shard) for shard in shards],
         "supervised_frequencies": _frequencies(shards),
     }
-    write_json(folder / MANIFEST, manifest)
-    return manifest
+
+
+def in_common(info: dict[str, Any]) -> dict[str, Any]:
+    """What all shards of a directory share, of a manifest or of a shard's header, by its name."""
+    target = {f"target {name}": info["target"].get(name) for name in ("fingerprint", "dtype")}
+    return {name: info.get(name) for name in SAME} | target
+
+
+def head_of(info: dict[str, Any]) -> dict[str, Any]:
+    """What a manifest says of how its shards were made."""
+    own = {
+        "format_version",
+        "target_checksum",
+        "index_checksum",
+        "num_rows",
+        "tokens",
+        "labels",
+        "skipped",
+        "shards",
+        "supervised_frequencies",
+    }
+    return {name: value for name, value in info.items() if name not in own}
+
+
+def joined_plan(shards: Sequence[ShardFile]) -> str:
+    """Return the 16 hex digits that stand for the plan of merged or split shards."""
+    return sha256_json([shard.header["checksums"] for shard in shards])[:16]
+
+
+def rows_held(info: dict[str, Any]) -> str:
+    """Return a text that agrees exactly when two manifests list the same rows and features.
+
+    A plan's shards hold the rows that it says, but for those skipped: the plan alone stands for all of them.
+    """
+    numbers = [shard_number(entry["file"]) for entry in info["shards"]]
+    skipped = [row["row_id"] for row in info["skipped"]]
+    held = f"{info['plan']}-{info['num_rows']}"
+    if numbers == list(range(len(numbers))) and not skipped:
+        return held
+    return f"{held}-{sha256_json([numbers, skipped])[:8]}"
 
 
 def _entry(shard: ShardFile) -> dict[str, Any]:
@@ -156,48 +195,3 @@ def _index(shards: Sequence[ShardFile]) -> dict[str, Tensor]:
         body = json.dumps([texts[i] for i in order.tolist()], ensure_ascii=False).encode()
         tensors[name] = torch.frombuffer(bytearray(body), dtype=torch.uint8)
     return tensors
-
-
-def read_manifest(folder: Path) -> dict[str, Any]:
-    """Read ``shards.json``; raise UserError when it is missing, damaged, edited or of another version."""
-    file = folder / MANIFEST
-    if not folder.is_dir():
-        raise UserError(
-            f"{folder}: no such folder; make it with eagle extract ROWS --target T --out {folder}"
-        )
-    if not file.is_file():
-        state = (
-            f"extraction is not finished; {_AGAIN}, it goes on"
-            if (folder / PLAN).is_file()
-            else "not a folder of shards; wanted the --out of eagle extract"
-        )
-        raise UserError(f"{file}: not found; {state}")
-    info = read_json(file, _AGAIN)
-    refuse_version(file, info)
-    check_fields(file, info, _FIELDS)
-    for number, entry in enumerate(info["shards"]):
-        if not isinstance(entry, dict):
-            raise UserError(f"{file}: shards[{number}]: got {entry!r}, wanted an object; {_AGAIN}")
-        check_fields(file, entry, _SHARD_FIELDS, f"shards[{number}].")
-    for name, known in (("features", FEATURES), ("codec", CODECS)):
-        if info[name] not in known:
-            raise UserError(f"{file}: {name}: got {info[name]!r}, wanted one of {', '.join(known)}; {_AGAIN}")
-    if info.get("layer_convention", LAYER_CONVENTION) != LAYER_CONVENTION:
-        raise UserError(
-            f"{file}: layer_convention: got {info['layer_convention']!r}, wanted {LAYER_CONVENTION!r}; "
-            f"{_AGAIN}"
-        )
-    return info
-
-
-def check_fields(file: Path, record: dict[str, Any], fields: dict[str, type], where: str = "") -> None:
-    """Raise UserError naming the first of `fields` that `record` lacks or holds in another type."""
-    for name, kind in fields.items():
-        if name not in record:
-            raise UserError(f"{file}: lacks {where}{name}; {_AGAIN}")
-        if type(record[name]) is not kind:
-            got = json.dumps(record[name], default=str)[:60]
-            raise UserError(f"{file}: {where}{name}: got {got}, wanted {_WORDS[kind]}; {_AGAIN}")
-
-
-_WORDS = {str: "a text", int: "a whole number", list: "a list", dict: "an object"}

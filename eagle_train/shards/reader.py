@@ -17,14 +17,15 @@ import torch
 from torch import Tensor
 
 from eagle_train.errors import UserError
-from eagle_train.io import load_tensors, sha256_file
+from eagle_train.io import load_tensors, os_error, sha256_file
 from eagle_train.shards import frozen_target
 from eagle_train.shards.codecs import decode
-from eagle_train.shards.files import open_shard
+from eagle_train.shards.files import ShardFile, mend_shard, open_shard
 from eagle_train.shards.frozen_target import FrozenTarget
-from eagle_train.shards.manifest import read_manifest
+from eagle_train.shards.listing import read_manifest
+from eagle_train.shards.manifest import in_common
 from eagle_train.shards.plan import Span, label_positions, num_labels
-from eagle_train.shards.schema import INDEX, MANIFEST, holds_all_last
+from eagle_train.shards.schema import INDEX, MANIFEST, PLAN, holds_all_last, mend
 
 _MOST_OPEN = 256  # mapped shards; each holds a file descriptor
 _INDEX_TENSORS = {"shard", "slot", "lengths", "span_starts", "spans", "row_ids", "conversation_ids"}
@@ -109,12 +110,7 @@ class Shards:
     @cached_property
     def supervised_frequencies(self) -> dict[int, int]:
         """How often each token id is supervised."""
-        try:
-            return {int(token): int(count) for token, count in self.info["supervised_frequencies"].items()}
-        except (TypeError, ValueError) as error:
-            raise UserError(
-                f"{self.folder / MANIFEST}: supervised_frequencies: {error}; run the same eagle extract again"
-            ) from error
+        return {int(token): count for token, count in self.info["supervised_frequencies"].items()}
 
     def frozen_target(self) -> FrozenTarget:
         """Load the target's embedding and output map.
@@ -181,8 +177,9 @@ class Shards:
         if shard.header.get("plan") != plan or shard.size != entry["bytes"]:
             raise UserError(
                 f"{shard.path}: not the shard that {MANIFEST} lists ({shard.size:,} bytes, wanted "
-                f"{entry['bytes']:,}); run the same eagle extract again: it makes this shard anew"
+                f"{entry['bytes']:,}); {mend_shard(shard.path)}"
             )
+        refuse_other_head(self.folder, self.info, shard)
         if number % self.world == self.rank and number not in self._verified:
             shard.verify()
             self._verified.add(number)
@@ -199,16 +196,40 @@ def load_frozen(folder: Path, fingerprint: str | None, checksum: str | None) -> 
     `checksum` is the SHA-256 of its tensors' file, None where it is not known. Raises UserError when the
     files are missing, damaged or of other weights.
     """
-    file, mend = folder / frozen_target.TENSORS, "run the same eagle extract again"
-    if checksum is not None and file.is_file() and sha256_file(file) != checksum:
-        raise UserError(f"{file}: not the file that {MANIFEST} lists (checksum differs); {mend}")
+    _refuse_other_file(folder, frozen_target.TENSORS, checksum, mend(folder))
     frozen = FrozenTarget.load(folder)
     if frozen.target.get("fingerprint") != fingerprint:
         raise UserError(
             f"{folder / frozen_target.RECORD}: of target weights {frozen.target.get('fingerprint')}, the "
-            f"features are of {fingerprint}; {mend}"
+            f"features are of {fingerprint}; {mend(folder)}"
         )
     return frozen
+
+
+def mend_listing(folder: Path) -> str:
+    """Say how index and manifest are made anew from whole shards."""
+    return mend(folder) if (folder / PLAN).is_file() else f"eagle shards prune {folder} --damaged mends it"
+
+
+def refuse_other_head(folder: Path, info: dict[str, Any], shard: ShardFile) -> None:
+    """Raise UserError where the manifest says otherwise than the shard how the features were made."""
+    listed, own = in_common(info), in_common(shard.header)
+    for name, value in listed.items():
+        if value != own[name]:
+            raise UserError(
+                f"{folder / MANIFEST}: {name}: got {value}, {shard.path.name} has {own[name]}; "
+                f"{mend_listing(folder)}"
+            )
+
+
+def _refuse_other_file(folder: Path, name: str, checksum: str | None, again: str) -> None:
+    """Raise UserError where a file is there that is not the one of this SHA-256; None: it is not known."""
+    file = folder / name
+    try:
+        if checksum is not None and file.is_file() and sha256_file(file) != checksum:
+            raise UserError(f"{file}: not the file that {MANIFEST} lists (checksum differs); {again}")
+    except OSError as error:
+        raise os_error(file, error) from error
 
 
 def _gathered(last: Tensor, spans: list[Span]) -> Tensor:
@@ -231,12 +252,17 @@ def open_shards(
     """
     folder = Path(folder)
     info = read_manifest(folder)
-    index, _ = load_tensors(folder / INDEX)
+    again = mend_listing(folder)
+    _refuse_other_file(folder, INDEX, info.get("index_checksum"), again)
+    try:
+        index, _ = load_tensors(folder / INDEX)
+    except UserError as error:
+        raise UserError(f"{error}; {again}") from error
     if absent := _INDEX_TENSORS - set(index):
-        raise UserError(f"{folder / INDEX}: lacks {min(absent)}; run the same eagle extract again")
+        raise UserError(f"{folder / INDEX}: lacks {min(absent)}; {again}")
     if len(index["lengths"]) != info["num_rows"]:
         raise UserError(
             f"{folder / INDEX}: holds {len(index['lengths'])} rows, {MANIFEST} says {info['num_rows']}; "
-            "run the same eagle extract again"
+            f"{again}"
         )
     return Shards(folder, info, index, rank=rank, world=world, dtype=dtype)

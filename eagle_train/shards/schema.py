@@ -21,6 +21,7 @@ conversation ids, rows skipped, and the SHA-256 of every tensor.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from functools import cached_property
@@ -39,6 +40,7 @@ PLAN = "plan.json"
 MANIFEST = "shards.json"
 INDEX = "index.safetensors"
 HEADER_KEY = "eagle"
+LAYER_CONVENTION = "k = the residual stream entering layer k, hidden_states[k]"
 
 FEATURES = ("eagle3", "eagle1", "medusa", "all")
 
@@ -46,6 +48,19 @@ FEATURES = ("eagle3", "eagle1", "medusa", "all")
 def shard_name(number: int) -> str:
     """Return the file name of shard `number`."""
     return f"shard-{number:05d}.safetensors"
+
+
+def shard_number(name: str) -> int | None:
+    """Return the number of the shard whose file name is exactly `name`, None where no shard has it."""
+    found = re.fullmatch(r"shard-([0-9]{5,9})\.safetensors", name)
+    return int(found[1]) if found and shard_name(int(found[1])) == name else None
+
+
+def mend(folder: Path) -> str:
+    """Say how what is damaged in `folder` is made anew: merged or split shards have no extraction."""
+    if not (folder / PLAN).is_file() and (folder / MANIFEST).is_file():
+        return "eagle shards merge or split its sources again, into another --out"
+    return "run the same eagle extract again"
 
 
 def check_features(features: str) -> str:

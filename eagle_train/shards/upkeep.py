@@ -1,34 +1,22 @@
-"""Care of shard directories: verify, describe, merge, split, prune. No target and no rows are needed."""
+"""Care of shard directories: verify, describe, merge, split. No target and no rows are needed."""
 
 from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from eagle_train.distributed import num_cores
 from eagle_train.errors import UserError
 from eagle_train.io import make_folder, os_error, replacing, sha256_json
-from eagle_train.progress import progress
 from eagle_train.shards import frozen_target
+from eagle_train.shards.checking import expected_shards, listed, listing_faults, planned, shard_faults, told
 from eagle_train.shards.files import ShardFile, open_shard
-from eagle_train.shards.manifest import read_manifest, write_manifest
+from eagle_train.shards.listing import read_manifest
+from eagle_train.shards.manifest import SAME, head_of, in_common, joined_plan, write_manifest
 from eagle_train.shards.reader import load_frozen, open_shards
-from eagle_train.shards.schema import INDEX, MANIFEST, PLAN, Plan, shard_name
-
-# What shards must share to lie in one directory, and how a command line says it.
-_SAME = {
-    "features": "--for",
-    "layer_ids": "layers",
-    "codec": "codec",
-    "hidden_size": "hidden size",
-    "vocab_size": "vocabulary",
-    "num_layers": "number of layers",
-    "tokenizer_fingerprint": "tokenizer",
-}
+from eagle_train.shards.schema import INDEX, MANIFEST, PLAN, Plan, mend, shard_name
 
 
 def describe(folder: str | Path) -> dict[str, Any]:
@@ -36,7 +24,13 @@ def describe(folder: str | Path) -> dict[str, Any]:
     folder = Path(folder)
     complete = (folder / MANIFEST).is_file()
     if complete or not (folder / PLAN).is_file():
-        info = read_manifest(folder)
+        return _described(folder, read_manifest(folder))
+    return _described(folder, None)
+
+
+def _described(folder: Path, info: dict[str, Any] | None) -> dict[str, Any]:
+    """Describe by the manifest, or by the plan where there is none."""
+    if info is not None:
         files = [folder / entry["file"] for entry in info["shards"]]
         rows, tokens, labels = info["num_rows"], info["tokens"], info["labels"]
         setting = info
@@ -49,7 +43,7 @@ def describe(folder: str | Path) -> dict[str, Any]:
     size = sum(file.stat().st_size for file in there)
     return {
         "folder": str(folder),
-        "complete": complete,
+        "complete": info is not None,
         **{name: setting[name] for name in ("target", "features", "layer_ids", "codec", "hidden_size")},
         "rows": rows,
         "skipped": len(setting.get("skipped", [])),
@@ -58,59 +52,42 @@ def describe(folder: str | Path) -> dict[str, Any]:
         "shards": len(files),
         "shards_there": len(there),
         "bytes": size,
-        "bytes_per_token": size / tokens if complete and tokens else None,
+        "bytes_per_token": size / tokens if info is not None and tokens else None,
     }
 
 
 def verify(folder: str | Path, show: bool = True) -> dict[str, Any]:
     """Read every byte of a shard directory; return counts and ``faults``, one line for each bad file.
 
-    Raises UserError where `folder` is no shard directory.
+    ``advice`` says what mends them. Raises UserError where `folder` is no shard directory.
     """
     folder = Path(folder)
-    found = describe(folder)
-    expected = _expected(folder)
-    with (
-        progress("verify", len(expected), "shards", show) as bar,
-        ThreadPoolExecutor(num_cores()) as readers,
-    ):
-        faults = []
-        for fault in readers.map(lambda one: _fault(folder, *one), expected.items()):
-            bar.advance()
-            faults += [fault] if fault else []
-    if found["complete"]:
-        info = read_manifest(folder)
-        for check in (
-            lambda: load_frozen(folder, info["target"].get("fingerprint"), info.get("target_checksum")),
-            lambda: open_shards(folder),
-        ):
-            try:
-                check()
-            except UserError as error:
-                faults.append(str(error))
-    return {**found, "faults": faults}
-
-
-def _expected(folder: Path) -> dict[str, tuple[str, int | None]]:
-    """Return, by file name, the plan that each shard must be of and its size where that is known."""
-    if (folder / MANIFEST).is_file():
-        info = read_manifest(folder)
-        return {entry["file"]: (entry.get("plan", info["plan"]), entry["bytes"]) for entry in info["shards"]}
-    plan = Plan.load(folder)
-    there = [shard_name(number) for number in range(len(plan.shards))]
-    return {name: (plan.identity, None) for name in there if (folder / name).is_file()}
-
-
-def _fault(folder: Path, name: str, wanted: tuple[str, int | None]) -> str | None:
-    plan, size = wanted
+    listing: list[str] = []
     try:
-        shard = open_shard(folder / name)
-        if shard.header.get("plan") != plan or size not in (None, shard.size):
-            return f"{shard.path}: not the shard that the directory lists; run the same eagle extract again"
-        shard.verify()
+        info = read_manifest(folder) if (folder / MANIFEST).is_file() else None
     except UserError as error:
-        return str(error)
-    return None
+        if not (folder / PLAN).is_file():
+            raise
+        info, listing = None, [str(error)]
+    found = _described(folder, info) if info or (folder / PLAN).is_file() else describe(folder)
+    expected = listed(info) if info else planned(folder)
+    faults = list(shard_faults(folder, expected, show).values())
+    target: list[str] = []
+    if info is not None:
+        fingerprint, checksum = info["target"]["fingerprint"], info.get("target_checksum")
+        target = told(lambda: load_frozen(folder, fingerprint, checksum))
+        listing = told(lambda: open_shards(folder))
+        if not faults:
+            listing += listing_faults(folder, info, [open_shard(folder / name) for name in expected])
+    found["faults"] = [*faults, *target, *listing]
+    return {**found, "advice": _advice(folder, bool(faults), bool(target))}
+
+
+def _advice(folder: Path, shards: bool, target: bool) -> str:
+    extracted, prune = (folder / PLAN).is_file(), f"eagle shards prune {folder} --damaged"
+    if not extracted and not target:
+        return f"{prune} leaves damaged shards out and writes index and manifest anew"
+    return mend(folder) + (f", or go on without the damaged shards: {prune}" if shards and extracted else "")
 
 
 def merge(folders: Sequence[str | Path], out: str | Path, show: bool = True) -> dict[str, Any]:
@@ -151,72 +128,20 @@ def split(folder: str | Path, out: str | Path, parts: int, show: bool = True) ->
     ]
 
 
-def prune(
-    folder: str | Path,
-    *,
-    shards: Iterable[int] = (),
-    rows: Iterable[str] = (),
-    damaged: bool = False,
-    show: bool = True,
-) -> dict[str, Any]:
-    """Remove shards by the number in their name, by the ids of rows in them, or those that are damaged.
-
-    The directory then holds the others, and the same extraction makes the removed ones anew. Returns what
-    it holds, with ``removed``. Raises UserError for a number or a row that is not there.
-    """
-    place = Path(folder)
-    names = list(_expected(place))
-    removed = set()
-    for number in shards:
-        if shard_name(number) not in names:
-            raise UserError(f"--shard {number}: {place} holds no {shard_name(number)}")
-        removed.add(shard_name(number))
-    removed |= _shards_with(place, names, set(rows))
-    if damaged:
-        expected = _expected(place)
-        removed |= {name for name, wanted in expected.items() if _fault(place, name, wanted)}
-    kept = [name for name in names if name not in removed]
-    if removed:
-        info = read_manifest(place) if (place / MANIFEST).is_file() else None
-        for name in (MANIFEST, INDEX, *sorted(removed)):
-            (place / name).unlink(missing_ok=True)
-        if info is not None and kept:
-            write_manifest(place, _head(info), [open_shard(place / name) for name in kept])
-    return {
-        "folder": str(place),
-        "removed": sorted(removed),
-        "shards": len(kept),
-        "extract_again": (place / PLAN).is_file(),
-    }
-
-
-def _shards_with(folder: Path, names: Sequence[str], rows: set[str]) -> set[str]:
-    found = set()
-    for name in names if rows else ():
-        inside = rows & set(open_shard(folder / name).header["row_ids"])
-        found |= {name} if inside else set()
-        rows -= inside
-    if rows:
-        raise UserError(f"--row {min(rows)}: no shard of {folder} holds it; see eagle inspect for row ids")
-    return found
-
-
 def _refuse_other(first: Path, known: dict[str, Any], second: Path, other: dict[str, Any]) -> None:
-    pairs = [(words, known.get(name), other.get(name)) for name, words in _SAME.items()]
-    for name in ("fingerprint", "dtype"):
-        pairs.append((f"target {name}", known["target"].get(name), other["target"].get(name)))
-    for words, have, found in pairs:
-        if have != found:
+    ours, theirs = in_common(known), in_common(other)
+    for name, have in ours.items():
+        if have != theirs[name]:
             raise UserError(
-                f"{second}: {words} {found}, {first} has {have}; only shards made alike can be merged: "
-                "extract one of them again"
+                f"{second}: {SAME.get(name, name)} {theirs[name]}, {first} has {have}; "
+                "only shards made alike can be merged: extract one of them again"
             )
 
 
 def _whole_shards(folder: Path, show: bool) -> list[ShardFile]:
     if faults := verify(folder, show)["faults"]:
         raise UserError(faults[0])
-    return [open_shard(folder / name) for name in _expected(folder)]
+    return [open_shard(folder / name) for name in expected_shards(folder)]
 
 
 def _refuse_doubles(shards: Sequence[ShardFile]) -> None:
@@ -243,24 +168,9 @@ def _assemble(out: Path, source: Path, info: dict[str, Any], shards: Sequence[Sh
         _link(source / name, out / name)
     for number, shard in enumerate(shards):
         _link(shard.path, out / shard_name(number))
-    plan = sha256_json([shard.header["checksums"] for shard in shards])[:16]
-    head = {**_head(info), "plan": plan, "assembled": True}  # no extraction goes on in it
+    head = {**head_of(info), "plan": joined_plan(shards), "assembled": True}  # no extraction goes on in it
     write_manifest(out, head, [open_shard(out / shard_name(number)) for number in range(len(shards))])
     return describe(out)
-
-
-def _head(info: dict[str, Any]) -> dict[str, Any]:
-    """What a manifest says of how its shards were made."""
-    counted = {
-        "format_version",
-        "num_rows",
-        "tokens",
-        "labels",
-        "skipped",
-        "shards",
-        "supervised_frequencies",
-    }
-    return {name: value for name, value in info.items() if name not in counted | {"target_checksum"}}
 
 
 def _link(source: Path, final: Path) -> None:

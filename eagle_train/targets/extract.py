@@ -21,7 +21,8 @@ from eagle_train.errors import UserError
 from eagle_train.io import make_folder, sweep
 from eagle_train.progress import Progress, bytes_text, progress
 from eagle_train.shards.claims import CLOSING, Claims, clear, take_in_turn
-from eagle_train.shards.manifest import close_directory, read_manifest
+from eagle_train.shards.listing import read_manifest
+from eagle_train.shards.manifest import close_directory
 from eagle_train.shards.schema import INDEX, MANIFEST, Plan, shard_name
 from eagle_train.shards.writer import ShardBuffer, finished_shard, verified_shard
 from eagle_train.targets.batch import RowBatch, load_batch, run_batch, store_batch

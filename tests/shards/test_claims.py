@@ -168,3 +168,27 @@ def test_a_folder_that_cannot_be_claimed_in_is_named(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="a part of the path is a file"):
         Claims(tmp_path / "file").take(0)
     assert Claims(tmp_path / "gone").take(0)  # a folder taken away meanwhile is no reason to wait for ever
+
+
+@pytest.mark.parametrize("name", ["00001.abc", "00001.", "00001.0.swp", "00001.007", "00001.²", "notes.txt"])
+def test_what_is_no_claim_is_let_be(tmp_path: Path, name: str) -> None:
+    (tmp_path / FOLDER).mkdir()
+    (tmp_path / FOLDER / name).write_text("mine")
+    with Claims(tmp_path) as one, Claims(tmp_path) as two:
+        assert one.take(1)
+        assert not two.take(1)
+        one.release(1)
+        assert two.take(1)
+        clear(tmp_path)
+    assert [path.name for path in (tmp_path / FOLDER).iterdir()] == [name]
+
+
+def test_a_claim_of_odd_bytes_is_one_that_stopped_changing(tmp_path: Path) -> None:
+    _claim_of(tmp_path, 1, "").write_bytes(b"\xff\xfe")
+    assert not Claims(tmp_path).take(1)
+
+
+def test_a_file_in_the_place_of_the_claims_is_named(tmp_path: Path) -> None:
+    (tmp_path / FOLDER).write_text("x")
+    with pytest.raises(UserError, match=r"\.claims: a file, wanted a folder of claims; remove it"):
+        Claims(tmp_path).take(0)

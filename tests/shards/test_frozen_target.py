@@ -66,7 +66,7 @@ def test_saved_and_loaded_it_is_the_same_and_ties_stay(tmp_path: Path, tied: boo
 
 
 def test_missing_parts_are_named(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"target\.json: not found; run eagle extract again"):
+    with pytest.raises(UserError, match=r"target\.json: not found; run the same eagle extract again"):
         FrozenTarget.load(tmp_path)
     _frozen(tied=False).save(tmp_path)
     (tmp_path / "target.safetensors").unlink()

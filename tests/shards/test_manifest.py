@@ -11,8 +11,8 @@ import pytest
 
 from eagle_train.errors import UserError
 from eagle_train.io import load_tensors, save_tensors
-from eagle_train.shards.manifest import LAYER_CONVENTION
 from eagle_train.shards.reader import open_shards
+from eagle_train.shards.schema import LAYER_CONVENTION
 
 
 @pytest.fixture
@@ -41,8 +41,8 @@ def test_it_says_what_a_layer_number_means(tiny_shards_dir: Path) -> None:
     ("path", "value", "words"),
     [
         (["features"], KeyError, "lacks features"),
-        (["codec"], "zip", "codec: got 'zip', wanted one of bf16, fp32, fp8, int8"),
-        (["features"], "eagle4", "features: got 'eagle4', wanted one of eagle3"),
+        (["codec"], "zip", 'codec: got "zip", wanted one of bf16, fp32, fp8, int8'),
+        (["features"], "eagle4", 'features: got "eagle4", wanted one of eagle3'),
         (["hidden_size"], "32", 'hidden_size: got "32", wanted a whole number'),
         (["layer_ids"], 2, "layer_ids: got 2, wanted a list"),
         (["shards"], {}, "shards: got {}, wanted a list"),
@@ -50,7 +50,25 @@ def test_it_says_what_a_layer_number_means(tiny_shards_dir: Path) -> None:
         (["shards", 1, "bytes"], None, "shards[1].bytes: got null, wanted a whole number"),
         (["shards", 1, "file"], KeyError, "lacks shards[1].file"),
         (["target"], "tiny", 'target: got "tiny", wanted an object'),
-        (["layer_convention"], "output of layer k", "layer_convention: got 'output of layer k', wanted"),
+        (["layer_convention"], "output of layer k", 'layer_convention: got "output of layer k", wanted'),
+        (["hidden_size"], -1, "hidden_size: got -1, wanted a whole number from 1"),
+        (["layer_ids"], ["a"], 'layer_ids: got ["a"], wanted a list of whole numbers'),
+        (["layer_ids"], [2, 4, 9], "layer_ids: got [2, 4, 9], wanted layers of features eagle3, of 8"),
+        (["layer_ids"], [], "layer_ids: got [], wanted layers of features eagle3"),
+        (["target"], {}, "lacks target.name"),
+        (["target", "fingerprint"], [], "target.fingerprint: got [], wanted a text"),
+        (["plan"], "", 'plan: got "", wanted 16 hex digits'),
+        (["shards", 1, "plan"], 7, "shards[1].plan: got 7, wanted 16 hex digits"),
+        (["shards", 0, "file"], "../x/shard-00000.safetensors", "shards[0].file: got"),
+        (["shards", 0, "file"], "/etc/passwd", "shards[0].file: got"),
+        (["shards", 0, "file"], "shard-0.safetensors", "shards[0].file: got"),
+        (["shards", 0, "file"], "shard-000000.safetensors", "shards[0].file: got"),
+        (["shards", 0, "file"], "shard-0000\u0661.safetensors", "shards[0].file: got"),
+        (["shards", 0, "file"], "shard-00001.safetensors", "wanted every file once"),
+        (["skipped"], [3], "skipped[0]: got 3, wanted an object"),
+        (["supervised_frequencies"], {"a": 1}, 'supervised_frequencies: got "a", wanted ids'),
+        (["supervised_frequencies"], {"99999": 1}, 'supervised_frequencies: got "99999", wanted ids'),
+        (["rows_fingerprint"], [], "rows_fingerprint: got [], wanted a text"),
         (["num_rows"], 23, "index.safetensors: holds 24 rows, shards.json says 23"),
     ],
 )
@@ -66,7 +84,7 @@ def test_an_edited_manifest_is_named_in_one_line(
 
 def test_counts_of_tokens_that_are_none_are_named(copied: Path) -> None:
     _edit(copied / "shards.json", ["supervised_frequencies", "5"], "many")
-    with pytest.raises(UserError, match=r"shards\.json: supervised_frequencies: .*many"):
+    with pytest.raises(UserError, match=r"shards\.json: supervised_frequencies.*many"):
         print(open_shards(copied).supervised_frequencies)
 
 

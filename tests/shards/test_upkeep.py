@@ -14,6 +14,7 @@ from eagle_cli.main import main
 
 from eagle_train.errors import UserError
 from eagle_train.shards import upkeep
+from eagle_train.shards.pruning import prune
 from eagle_train.shards.reader import Shards, open_shards
 from eagle_train.targets.extract import extract
 
@@ -188,10 +189,10 @@ def test_pruned_shards_leave_the_others_to_train_on_and_extract_makes_them_anew(
     before, whole = _bytes(copied), open_shards(copied)
     row = int((whole._index["shard"] == 4).nonzero()[0, 0])
     _flip(copied / "shard-00000.safetensors")
-    found = upkeep.prune(copied, shards=[2], rows=[whole.row_ids[row]], damaged=True, show=False)
+    found = prune(copied, shards=[2], rows=[whole.row_ids[row]], damaged=True, show=False)
     assert found["removed"] == [f"shard-{n:05d}.safetensors" for n in (0, 2, 4)]
     with pytest.raises(UserError, match="--shard 2"):  # numbers do not move
-        upkeep.prune(copied, shards=[2], show=False)
+        prune(copied, shards=[2], show=False)
     left = open_shards(copied)
     kept = [i for i, shard in enumerate(whole._index["shard"].tolist()) if shard not in (0, 2, 4)]
     shutil.copy(copied / "shard-00001.safetensors", copied / "shard-00000.safetensors")  # `whole` maps anew
@@ -207,10 +208,10 @@ def test_pruned_shards_leave_the_others_to_train_on_and_extract_makes_them_anew(
 
 def test_what_is_not_there_is_not_pruned(copied: Path) -> None:
     with pytest.raises(UserError, match=r"--shard 99: .* holds no shard-00099\.safetensors"):
-        upkeep.prune(copied, shards=[99])
+        prune(copied, shards=[99])
     with pytest.raises(UserError, match=r"--row nobody: no shard of .* holds it"):
-        upkeep.prune(copied, rows=["nobody"])
-    assert upkeep.prune(copied, damaged=True, show=False)["removed"] == []
+        prune(copied, rows=["nobody"])
+    assert prune(copied, damaged=True, show=False)["removed"] == []
     open_shards(copied)
 
 
@@ -234,7 +235,7 @@ def test_verify_names_every_fault_and_exits_with_2(copied: Path, capsys: pytest.
         "shard-00003.safetensors",
         "target.json",
     ]
-    assert said.err.splitlines()[-1].startswith(f"error: {copied}: 3 faults; eagle shards prune")
+    assert said.err.splitlines()[-1].startswith(f"error: {copied}: 3 faults; run the same eagle extract")
 
 
 def test_info_says_what_is_there(copied: Path, capsys: pytest.CaptureFixture[str]) -> None:
