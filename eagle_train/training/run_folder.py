@@ -16,6 +16,7 @@ from eagle_train.errors import UserError
 from eagle_train.io import make_folder, os_error, read_json, write_json, write_text
 from eagle_train.provenance import tool_version
 from eagle_train.recipe_files import load_recipe
+from eagle_train.shards.manifest import rows_held
 from eagle_train.training.checkpoints import newest
 
 if TYPE_CHECKING:
@@ -38,7 +39,7 @@ _FIXED = (
 
 def fingerprint(shards: Shards) -> str:
     """Return a text that agrees exactly when two shard folders give the same rows and features."""
-    return f"{shards.info['plan']}-{shards.num_rows}"
+    return rows_held(shards.info)
 
 
 @dataclass
