@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import typer
+
+from eagle_train.errors import UserError
 
 if TYPE_CHECKING:
     from eagle_train.training.dry_run import Rehearsal
@@ -71,15 +74,17 @@ def run(
 
         for name in track:
             check_tracker(name)
+    if resume and rehearse:
+        raise UserError(f"--resume {out}: a dry run begins anew and reads no run; leave one of the two out")
     resolved = load_recipe(recipe, settings)
+    again = ["train", str(shards), "--recipe", recipe, "--out", str(out)]
+    again += [word for setting in settings for word in ("--set", setting)]
+    again += [word for name in track for word in ("--track", name)]
+    again += ["--init-from", init_from] if init_from else []
+    again += ["--deepspeed", deepspeed] if deepspeed else []
     if processes is not None and processes != 1:
         from eagle_train.distributed import relaunch
 
-        again = ["train", str(shards), "--recipe", recipe, "--out", str(out)]
-        again += [word for setting in settings for word in ("--set", setting)]
-        again += [word for name in track for word in ("--track", name)]
-        again += ["--init-from", init_from] if init_from else []
-        again += ["--deepspeed", deepspeed] if deepspeed else []
         flags = {"--resume": resume, "--dry-run": rehearse, "--json": as_json}
         return relaunch(processes, [*again, *(flag for flag, given in flags.items() if given)])
 
@@ -92,8 +97,7 @@ def run(
 
         found = dry_run(shards, resolved, init_from=init_from, deepspeed=deepspeed)
         if is_main():
-            following = f"eagle train {shards} --recipe {recipe} --out {out}"
-            print(json.dumps(figures(found)) if as_json else _rehearsed(found, following))
+            print(json.dumps(figures(found)) if as_json else _rehearsed(found, _following(again, processes)))
         leave_processes()
         return 0 if found.learned else 1
 
@@ -106,6 +110,16 @@ def run(
         print(json.dumps(summary) if as_json else _words(summary))
     leave_processes()
     return None
+
+
+def _following(again: list[str], processes: int | None) -> str:
+    """Return the command that was rehearsed, without --dry-run."""
+    from eagle_train.distributed import launched, relaunched
+
+    if launched() and relaunched() is None:
+        return "the same launch without --dry-run"
+    processes = processes or relaunched()
+    return shlex.join(["eagle", *again, *(["--processes", str(processes)] if processes else [])])
 
 
 def _rehearsed(found: Rehearsal, command: str) -> str:
@@ -123,7 +137,8 @@ def _words(summary: dict[str, Any]) -> str:
         tau = (
             f"best at step {summary['best_step']:,}: acceptance length {summary['best_tau']:.3f} "
             f"(chain of {summary['gamma']}, predicted on "
-            f"{summary['held_out_conversations']} held-out conversations)"
+            f"{summary['held_out_conversations']} held-out conversations; exact for answers that the target "
+            "wrote greedily)"
         )
     skipped = f", {summary['skipped']} skipped (gradient not finite)" if summary["skipped"] else ""
     early = ", ended by run.patience" if summary["out_of_patience"] else ""

@@ -11,6 +11,8 @@ import sys
 
 from eagle_train.errors import UserError
 
+_RELAUNCHED = "EAGLE_RELAUNCHED"  # the number that --processes gave
+
 
 def rank() -> int:
     """Return this process's number among all, 0 when alone."""
@@ -35,6 +37,12 @@ def is_main() -> bool:
 def launched() -> bool:
     """Return True when torchrun (or the like) started this process."""
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
+def relaunched() -> int | None:
+    """Return the number of processes where `relaunch` started this one, else None."""
+    number = os.environ.get(_RELAUNCHED, "")
+    return int(number) if launched() and number.isdecimal() else None
 
 
 def num_cores() -> int:
@@ -66,6 +74,7 @@ def relaunch(processes: int, arguments: list[str]) -> int:
     ]
     environment = dict(os.environ)
     environment.setdefault("OMP_NUM_THREADS", str(max(1, num_cores() // processes)))
+    environment[_RELAUNCHED] = str(processes)
     child = subprocess.Popen(command, env=environment)
     try:
         code = child.wait()

@@ -54,6 +54,7 @@ def test_a_misspelt_recipe_key_is_exit_2_with_the_nearest_name_and_starts_nothin
         ),
         (["--recipe", "eagle1"], "features of eagle3; recipe eagle1 trains eagle1"),
         (["--recipe", "eagle3-tiny", "--resume"], "holds no run"),
+        (["--recipe", "eagle3-tiny", "--resume", "--dry-run"], "leave one of the two out"),
         (["--recipe", "eagle3-tiny", "--processes", "0"], "wanted 1 or more"),
     ],
 )
@@ -71,7 +72,7 @@ def test_it_ends_with_what_it_made_and_the_next_command(tmp_path, tiny_shards_di
     assert code == 0
     made, following = out.splitlines()
     assert made.startswith(f"{tmp_path / 'run'}: 8 steps")
-    assert "chain of 3, predicted on 2 held-out conversations" in made
+    assert "chain of 3, predicted on 2 held-out conversations; exact for answers that the target" in made
     assert following == f"next: eagle eval {tmp_path / 'run'} --target {tiny_target_dir}"
     assert "22 rows to train on, 2 held out" in err
     code, out, err = main_here(capsys, *words, "--json")
@@ -97,15 +98,41 @@ def test_an_interrupt_saves_says_how_to_go_on_and_is_exit_130(
 
 def test_a_dry_run_learns_a_row_by_heart_and_writes_nothing(tmp_path, tiny_shards_dir, capsys):
     words = ["train", tiny_shards_dir, "--recipe", "eagle3-tiny", "--out", tmp_path / "run", "--dry-run"]
-    code, out, err = main_here(capsys, *words)
+    code, out, err = main_here(capsys, *words, "--set", "run.seed=5")
     assert code == 0
     made, following = out.splitlines()
     before, after, longest = map(float, re.findall(r"(\d\.\d\d)", made.split("acceptance length")[1]))
     assert before < after <= longest
     assert after >= 1 + 0.95 * (longest - 1)
-    assert following == f"next: eagle train {tiny_shards_dir} --recipe eagle3-tiny --out {tmp_path / 'run'}"
+    assert following == (
+        f"next: eagle train {tiny_shards_dir} --recipe eagle3-tiny --out {tmp_path / 'run'} --set run.seed=5"
+    )
     assert "step 10: loss" in err
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("environment", "processes", "words"),
+    [
+        ({}, None, "eagle train 'my shards' --set run.seed=5 --set 'head.layer_ids=[1, 2]'"),
+        ({}, 1, "eagle train 'my shards' --set run.seed=5 --set 'head.layer_ids=[1, 2]' --processes 1"),
+        (
+            {"RANK": "0", "WORLD_SIZE": "2", "EAGLE_RELAUNCHED": "2"},
+            None,
+            "eagle train 'my shards' --set run.seed=5 --set 'head.layer_ids=[1, 2]' --processes 2",
+        ),
+        ({"RANK": "0", "WORLD_SIZE": "2"}, None, "the same launch without --dry-run"),
+    ],
+)
+def test_a_dry_run_names_the_whole_command_that_follows(environment, processes, words, monkeypatch):
+    from eagle_cli.train import _following
+
+    for name in ("RANK", "WORLD_SIZE", "EAGLE_RELAUNCHED"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    given = ["train", "my shards", "--set", "run.seed=5", "--set", "head.layer_ids=[1, 2]"]
+    assert _following(given, processes) == words
 
 
 def test_a_dry_run_that_does_not_learn_says_so(tmp_path, tiny_shards_dir, capsys, monkeypatch):
