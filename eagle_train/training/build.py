@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from eagle_train.config import Recipe
 from eagle_train.errors import UserError
@@ -114,7 +114,7 @@ def new_head(recipe: Recipe, shards: Shards, frozen: FrozenTarget) -> Head:
         )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(recipe.run.seed)
-        head = build_head(config, draft_ids)
+        head = _built(config, draft_ids, recipe.name)
     if isinstance(head, Eagle3Head) and head.lm_head.weight.shape[1] == frozen.hidden_size:
         with torch.no_grad():
             head.lm_head.weight.copy_(frozen.lm_head[head.draft_ids].float() * frozen.logit_scale)
@@ -127,12 +127,29 @@ def new_head(recipe: Recipe, shards: Shards, frozen: FrozenTarget) -> Head:
     return head.float()
 
 
+def _built(config: HeadConfig, draft_ids: Tensor | None, name: str) -> Head:
+    try:
+        return build_head(config, draft_ids)
+    except (RuntimeError, MemoryError) as error:
+        if "memory" not in str(error).lower() and not isinstance(error, MemoryError):
+            raise
+        raise UserError(
+            f"recipe {name}: no memory for its head (intermediate_size {config.intermediate_size:,}, layers "
+            f"{config.num_hidden_layers}, draft vocabulary {config.draft_vocab_size:,}); choose a smaller one"
+        ) from error
+
+
 def warm_head(source: str | Path, recipe: Recipe, shards: Shards, frozen: FrozenTarget) -> Head:
     """Return the head at `source` (a run or a head directory, also another's), with its own draft vocabulary.
 
     Settings that no recipe names, such as RoPE, stay the head's. Raises UserError naming the first difference
     from what the recipe and these shards ask for.
     """
+    if recipe.head.init_layer is not None:
+        raise UserError(
+            f"--init-from {source}: head.init_layer {recipe.head.init_layer} also says what to start from; "
+            "leave one of the two out (--set head.init_layer=null)"
+        )
     depth, tables = int(shards.info["num_layers"]), (frozen.embedding, frozen.lm_head)
     if not recipe.run.other_target and (words := other_weights(source, shards.info["target"])):
         raise UserError(f"--init-from {words}; to start from it all the same --set run.other_target=true")

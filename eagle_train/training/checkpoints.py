@@ -11,6 +11,7 @@ holds every file's SHA-256 besides: resuming takes the newest checkpoint whose f
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import sys
 from collections.abc import Mapping
@@ -28,6 +29,7 @@ from eagle_train.io import make_folder, os_error, read_json, save_tensors, sha25
 
 FOLDER, TENSORS, RECORD = "checkpoints", "trainer.safetensors", "trainer.json"
 FORMAT_VERSION = 2
+_TOO_LARGE = 2**63
 
 
 @dataclass
@@ -130,8 +132,12 @@ def read_record(folder: Path) -> tuple[State, dict[str, str]]:
     for field in fields(State):
         value, wanted = state.get(field.name), str(field.type)
         fits = type(value) is int or ("float" in wanted and type(value) is float)
+        if value is not None and fits and not 0 <= value < _TOO_LARGE:  # also NaN
+            raise UserError(f"{where}: {field.name}: wanted a number of 0 or more, below 2**63")
         if not fits and not (value is None and "None" in wanted and field.name in state):
             raise UserError(f"{where}: {field.name}: got {value!r}, wanted {wanted}")
+    if state["step"] != _step(folder):
+        raise UserError(f"{where}: step: got {state['step']}, wanted that of its folder, {folder.name}")
     return State(**{field.name: state[field.name] for field in fields(State)}), files
 
 
@@ -203,5 +209,5 @@ def _step(folder: Path) -> int:
 
 def _folders(run: Path) -> list[Path]:
     """All named checkpoints, whole or not, by step."""
-    found = [f for f in (run / FOLDER).glob("step-*") if f.name.removeprefix("step-").isdigit()]
-    return sorted(found, key=_step)
+    found = [f for f in (run / FOLDER).glob("step-*") if re.fullmatch(r"step-[0-9]{6,18}", f.name)]
+    return sorted((f for f in found if f.name == _name(_step(f))), key=_step)

@@ -55,6 +55,7 @@ def train(
     if show:
         print(session.describe(), file=sys.stderr)
     if session.finished and not session.evaluation_due:
+        session.check_taken()
         return session.summary()
     left = None if session.num_steps is None else session.num_steps - session.state.step
     with (
@@ -69,6 +70,7 @@ def train(
             saved = f"saved at step {step:,}" if step else "stopped before the first step"
             print(f"{out}: {saved}; the same command again goes on from there", file=sys.stderr)
         raise KeyboardInterrupt
+    session.check_taken()
     return session.summary()
 
 

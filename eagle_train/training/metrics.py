@@ -121,17 +121,25 @@ class Log:
 
 
 def read_metrics(run: Path) -> list[dict[str, Any]]:
-    """Return the lines of a run's metrics.jsonl, [] without one; a half-written line is left out."""
+    """Return the lines of a run's metrics.jsonl, [] without one; a half-written line is left out.
+
+    Raises UserError where the file cannot be read.
+    """
     lines = []
     file = run / FILE
-    if file.exists():
-        for text in file.read_text(encoding="utf-8", errors="replace").splitlines():
-            try:
-                line = json.loads(text)
-            except ValueError:
-                continue
-            if isinstance(line, dict) and isinstance(line.get("step"), int):
-                lines.append(line)
+    try:
+        texts = file.read_text(encoding="utf-8", errors="replace").splitlines()
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise os_error(file, error) from error
+    for text in texts:
+        try:
+            line = json.loads(text)
+        except (ValueError, RecursionError):
+            continue
+        if isinstance(line, dict) and type(line.get("step")) is int:
+            lines.append(line)
     return lines
 
 

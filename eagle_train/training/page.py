@@ -10,6 +10,7 @@ from typing import Any
 
 from eagle_train.errors import UserError
 from eagle_train.io import read_json, write_text
+from eagle_train.training.metrics import FILE as METRICS
 from eagle_train.training.metrics import read_metrics
 from eagle_train.training.run_folder import RECIPE, RECORD
 
@@ -34,18 +35,63 @@ _FACTS = (
 )
 
 
+_MOST = 1e100  # far above any figure, and drawn without overflow
+_FIELDS = {  # of a line of metrics: what it is, and whether a line always has it
+    "step": ("a whole number", True),
+    "tokens": ("a whole number", True),
+    "seconds": ("a number", True),
+    "skipped": ("a whole number", False),
+    "tau": ("a number", False),
+    "lr": ("a number", False),
+    "grad_norm": ("a number", False),
+    "tokens_per_second": ("a number", False),
+    "loss": ("numbers", False),
+    "accuracy": ("numbers", False),
+}
+
+
 def write_page(run: str | Path) -> Path:
     """Write run/report.html and return its path.
 
-    Raises UserError where the folder holds no run, nothing was reported yet, or matplotlib is missing.
+    Raises UserError where the folder holds no run, nothing was reported yet, a figure is none, or matplotlib
+    is missing.
     """
     folder = Path(run)
     record = read_json(folder / RECORD, "give the --out of eagle train")
     lines = read_metrics(folder)
     if not lines:
         raise UserError(f"{folder}: no step was reported yet; train first")
+    for line in lines:
+        if odd := _odd(line):
+            raise UserError(f"{folder / METRICS}: {odd}; take that line out, or train again")
     write_text(folder / FILE, page(folder, record, lines))
     return folder / FILE
+
+
+def _odd(line: dict[str, Any]) -> str | None:
+    """Return what in a line of metrics cannot be drawn, None where all is as `Log.write` has it."""
+    for key, (wanted, needed) in _FIELDS.items():
+        value = line.get(key)
+        if value is None and not needed:
+            continue
+        values = value if wanted == "numbers" and isinstance(value, list) else [value]
+        fine = (wanted == "numbers") == isinstance(value, list) and all(
+            (type(one) is int or (type(one) is float and wanted != "a whole number")) and abs(one) < _MOST
+            for one in values
+            if not (wanted == "numbers" and one is None)
+        )
+        if not fine:
+            where = f"step {str(line['step'])[:20]}: " if key != "step" else ""
+            got = "nothing" if value is None else repr(value)[:40]
+            return f"{where}{key}: got {got}, wanted {wanted}"
+    return None
+
+
+def _recipe_text(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8") if file.is_file() else ""
+    except (OSError, UnicodeError) as error:
+        raise UserError(f"{file}: cannot be read as text ({error}); train again") from error
 
 
 def page(folder: Path, record: dict[str, Any], lines: Lines) -> str:
@@ -54,7 +100,6 @@ def page(folder: Path, record: dict[str, Any], lines: Lines) -> str:
         import matplotlib as _  # noqa: F401
     except ImportError as error:
         raise UserError("eagle report: matplotlib is not installed; pip install matplotlib") from error
-    recipe = folder / RECIPE
     facts = [(words, record[key]) for key, words in _FACTS if record.get(key) not in (None, "")]
     rows = "".join(f"<tr><th>{_text(words)}</th><td>{_text(_number(x))}</td></tr>" for words, x in facts)
     body = "\n".join(
@@ -62,7 +107,7 @@ def page(folder: Path, record: dict[str, Any], lines: Lines) -> str:
             f"<h1>{_text(folder.resolve().name)}: {_text(record.get('recipe'))}</h1>",
             f"<p>{_text(_course(lines))}</p><table>{rows}</table>",
             *(_figure(caption, draw, lines) for caption, draw in _PLOTS),
-            f"<h2>Recipe</h2><pre>{_text(recipe.read_text()) if recipe.is_file() else ''}</pre>",
+            f"<h2>Recipe</h2><pre>{_text(_recipe_text(folder / RECIPE))}</pre>",
         ]
     )
     return (
@@ -112,16 +157,16 @@ def _figure(caption: str, draw: Callable[[Any, Lines], None], lines: Lines) -> s
 
 def _series(lines: Lines, key: str, place: int | None = None) -> tuple[list[int], list[float]]:
     """Return the steps and values at which a figure is known."""
-    found = [
-        (line["step"], line[key] if place is None else line[key][place]) for line in lines if key in line
-    ]
-    known = [(step, value) for step, value in found if value is not None]
+    given = [(line["step"], line[key]) for line in lines if line.get(key) is not None]
+    if place is not None:
+        given = [(step, values[place]) for step, values in given if place < len(values)]
+    known = [(step, value) for step, value in given if value is not None]
     return [step for step, _ in known], [value for _, value in known]
 
 
 def _per_step(key: str) -> Callable[[Any, Lines], None]:
     def draw(axes: Any, lines: Lines) -> None:
-        width = max((len(line[key]) for line in lines if key in line), default=0)
+        width = max((len(line.get(key) or ()) for line in lines), default=0)
         for place in range(width):
             axes.plot(*_series(lines, key, place), linewidth=1, label=f"step {place} ahead")
         axes.set_ylabel(key)

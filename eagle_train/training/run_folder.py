@@ -124,7 +124,10 @@ def decide(
             f"{out}: trained on other shards ({record.get('shards')}, these are {fingerprint(shards)}); "
             "choose another --out, or start from its head with --init-from"
         )
-    before = load_recipe(out / RECIPE)
+    try:
+        before = load_recipe(out / RECIPE)
+    except UserError as error:
+        raise UserError(f"{out / RECIPE}: damaged ({error}); choose another --out") from error
     changes = _changes(before.to_dict(), recipe.to_dict())
     if not resume and init_from != record.get("init_from"):
         changes.append(("--init-from", record.get("init_from"), init_from))

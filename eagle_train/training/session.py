@@ -160,6 +160,17 @@ class Session:
             **self.facts,
         }
 
+    def check_taken(self) -> None:
+        """Raise UserError where at least half of the run's steps were skipped, however short it was."""
+        steps, skipped = self.state.step, self.state.skipped
+        if skipped and 2 * skipped >= steps:
+            taken = f"only {steps - skipped:,}" if steps > skipped else "none"
+            raise UserError(
+                f"{self.out}: {taken} of {steps:,} steps was taken, in the others the gradient was NaN or "
+                "infinite: this head has not learned; lower the learning rate or the loss weights, or look "
+                "for bad features in the shards, and choose another --out"
+            )
+
     def count_skipped(self) -> None:
         """Count a step whose gradient was not finite; UserError past run.max_skipped of them."""
         self.state.skipped += 1

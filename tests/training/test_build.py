@@ -53,6 +53,20 @@ def test_a_draft_vocabulary_above_the_targets_is_refused(tmp_path, tiny, tiny_sh
     assert "the target has 300 tokens; recipe eagle3-tiny wants head.draft_vocab_size 301" in words
 
 
+def test_a_start_from_a_head_and_from_a_layer_at_once_is_refused(tmp_path, tiny, tiny_shards_dir):
+    words = refused(tiny_shards_dir, tiny("head.init_layer=2"), tmp_path / "a", init_from="head/")
+    assert words.startswith("--init-from head/: head.init_layer 2 also says what to start from; leave one")
+
+
+def test_a_head_too_large_for_memory_is_refused(tmp_path, tiny, tiny_shards_dir, monkeypatch):
+    def no_memory(*_):
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 1 bytes")
+
+    monkeypatch.setattr(build, "build_head", no_memory)
+    words = refused(tiny_shards_dir, tiny("head.intermediate_size=1000000"), tmp_path / "a")
+    assert "recipe eagle3-tiny: no memory for its head (intermediate_size 1,000,000, layers 1" in words
+
+
 def test_holding_everything_out_is_refused(tmp_path, tiny, tiny_shards_dir):
     words = refused(tiny_shards_dir, tiny("data.held_out=24"), tmp_path / "a")
     assert "data.held_out 24 leaves none of 24 conversations" in words

@@ -17,6 +17,7 @@ from eagle_train.losses.acceptance import AcceptanceCounts
 from eagle_train.shards.reader import open_shards
 from eagle_train.training import loop, trackers
 from eagle_train.training.checkpoints import read_head
+from eagle_train.training.engine import Engine
 from eagle_train.training.held_out import predict_chain, split
 from eagle_train.training.interrupt import Interrupt
 from eagle_train.training.loader import Loader
@@ -99,6 +100,17 @@ def test_too_many_skipped_steps_stop_the_run(tmp_path, tiny, tiny_shards_dir, po
     recipe = tiny("run.steps=null", "run.epochs=3", "run.max_skipped=1", "data.held_out=0")
     with pytest.raises(UserError, match=r"NaN or infinite in 2 steps, run.max_skipped is 1"):
         train(tiny_shards_dir, recipe, tmp_path / "run", show=False)
+
+
+@pytest.mark.parametrize("taken", [0, 1])
+def test_a_short_run_of_skipped_steps_ends_in_one_line_every_time(
+    taken, tmp_path, tiny, tiny_shards_dir, monkeypatch
+):
+    norms = iter([1.0] * taken + [float("nan")] * 9)
+    monkeypatch.setattr(Engine, "update", lambda self, factor: next(norms))
+    for _ in range(2):
+        with pytest.raises(UserError, match=rf"{'only 1' if taken else 'none'} of 4 steps was taken"):
+            train(tiny_shards_dir, tiny("run.steps=4"), tmp_path / "run", show=False)
 
 
 def scripted(monkeypatch, taus):

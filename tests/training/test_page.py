@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 
 import pytest
@@ -9,6 +10,8 @@ import pytest
 from eagle_train.errors import UserError
 from eagle_train.training.metrics import read_metrics
 from eagle_train.training.page import write_page
+
+LINE = {"step": 4, "tokens": 9, "seconds": 1.5, "loss": [2.5, None], "tau": 1.25, "skipped": 0}
 
 
 def test_the_page_shows_every_curve_and_stands_alone(tmp_path, train_tiny):
@@ -40,3 +43,47 @@ def test_what_cannot_be_drawn_is_one_line(tmp_path, train_tiny, monkeypatch):
     (tmp_path / "run" / "metrics.jsonl").unlink()
     with pytest.raises(UserError, match="no step was reported yet"):
         write_page(tmp_path / "run")
+
+
+def reported(folder, *texts):
+    (folder / "run.json").write_text('{"recipe": "mine"}')
+    (folder / "metrics.jsonl").write_text("".join(text + "\n" for text in texts))
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"tokens": None}, "step 4: tokens: got nothing, wanted a whole number"),
+        ({"seconds": None}, "step 4: seconds: got nothing, wanted a number"),
+        ({"tokens": "many"}, "tokens: got 'many', wanted a whole number"),
+        ({"tau": "good"}, "tau: got 'good', wanted a number"),
+        ({"tau": [1.0]}, "tau: got [1.0], wanted a number"),
+        ({"tau": float("nan")}, "tau: got nan, wanted a number"),
+        ({"loss": 5}, "loss: got 5, wanted numbers"),
+        ({"loss": [[1.0]]}, "loss: got [[1.0]], wanted numbers"),
+        ({"lr": 1e200}, "lr: got 1e+200, wanted a number"),
+        ({"step": 10**400}, "metrics.jsonl: step: got 10000"),
+    ],
+)
+def test_a_figure_that_is_none_is_one_line(change, words, tmp_path):
+    pytest.importorskip("matplotlib")
+    reported(tmp_path, json.dumps(LINE), json.dumps(LINE | change))
+    with pytest.raises(UserError) as caught:
+        write_page(tmp_path)
+    assert words in str(caught.value)
+    assert len(str(caught.value)) < 300 + len(str(tmp_path))
+    assert not (tmp_path / "report.html").exists()
+
+
+def test_what_is_missing_in_some_lines_leaves_the_rest_drawn(tmp_path):
+    pytest.importorskip("matplotlib")
+    other = LINE | {"step": 5, "loss": [1.0, 2.0, 3.0]}
+    reported(tmp_path, json.dumps(LINE), "[" * 9000, json.dumps(other), json.dumps(LINE | {"loss": None}))
+    assert write_page(tmp_path).read_text().count("<svg") == 6
+    (tmp_path / "recipe.yaml").write_bytes(b"\xff\xfe")
+    with pytest.raises(UserError, match=r"recipe\.yaml: cannot be read as text"):
+        write_page(tmp_path)
+    (tmp_path / "metrics.jsonl").unlink()
+    (tmp_path / "metrics.jsonl").mkdir()
+    with pytest.raises(UserError, match=r"metrics\.jsonl: Is a directory"):
+        write_page(tmp_path)

@@ -88,6 +88,9 @@ def test_a_damaged_checkpoint_is_passed_over_in_one_line(tmp_path, train_tiny, c
 
     def broken(step, file, change):
         copy = shutil.copytree(good, run / f"checkpoints/step-{step:06d}")
+        record = json.loads((copy / "trainer.json").read_text())
+        record["state"]["step"] = step
+        (copy / "trainer.json").write_text(json.dumps(record))
         change(copy / file)
 
     def flip(file):
@@ -127,6 +130,10 @@ def test_a_damaged_checkpoint_is_passed_over_in_one_line(tmp_path, train_tiny, c
         ({"step": "8"}, "step: got '8', wanted int"),
         ({"seconds": None}, "seconds: got None, wanted float"),
         ({"best_tau": True}, "best_tau: got True, wanted float | None"),
+        ({"step": -5}, "step: wanted a number of 0 or more"),
+        ({"step": 7}, "step: got 7, wanted that of its folder, step-000002"),
+        ({"seconds": float("nan")}, "seconds: wanted a number of 0 or more"),
+        ({"tokens": 10**400}, "tokens: wanted a number of 0 or more, below 2**63"),
         (None, "lacks its state or its files"),
     ],
 )
@@ -142,6 +149,21 @@ def test_a_run_whose_every_checkpoint_is_damaged_is_one_line(change, words, tmp_
         train_tiny("run", "run.steps=2", "run.keep_last=1", "data.held_out=0")
     assert words in str(caught.value)
     assert {p: p.read_bytes() for p in run.rglob("*") if p.is_file()} == before
+
+
+def test_names_that_are_no_checkpoints_are_left_alone(tmp_path, train_tiny):
+    run = tmp_path / "run"
+    train_tiny("run", "run.steps=2", "data.held_out=0")
+    for name in ("step-\u00b2", "step-\u0663", "step-9", "step-"):
+        (run / "checkpoints" / name).mkdir()
+    assert checkpoints.newest(run).name == "step-000002"
+    (run / "metrics.jsonl").unlink()
+    (run / "metrics.jsonl").mkdir()
+    with pytest.raises(UserError, match=r"metrics\.jsonl: Is a directory"):
+        train_tiny("run", "run.steps=3", "data.held_out=0", resume=True)
+    (run / "recipe.yaml").write_text("")
+    with pytest.raises(UserError, match=r"recipe\.yaml: damaged \(.*run: no end"):
+        train_tiny("run", "run.steps=3", "data.held_out=0", resume=True)
 
 
 def test_the_same_command_goes_on_and_other_settings_are_refused(
