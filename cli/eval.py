@@ -175,7 +175,7 @@ def run(
         )
 
     from eagle_train.decoding.sampling import Sampling
-    from eagle_train.evaluation.grid import check_reports, evaluate_grid, write_reports
+    from eagle_train.evaluation.grid import check_reports, evaluate_grid
     from eagle_train.evaluation.methods import HEAD_KINDS, Method, Sizes
     from eagle_train.heads.foreign_config import Told
 
@@ -210,12 +210,12 @@ def run(
         seed=seed,
         told=Told(pickled=True) if allow_bin else None,
     )
-    write_reports(report or [], reports)
     return _say(reports, report or [], head, as_json)
 
 
 def _say(reports: list[dict[str, Any]], files: list[str], head: str | None, as_json: bool) -> int:
-    """Print the reports; return the exit code."""
+    """Print the reports and write them into `files`; return the exit code."""
+    from eagle_train.evaluation.grid import write_reports
     from eagle_train.evaluation.report import fault, lines
     from eagle_train.evaluation.tables import as_lines
 
@@ -230,6 +230,8 @@ def _say(reports: list[dict[str, Any]], files: list[str], head: str | None, as_j
             print("\n".join([*lines(one), ""]))
         if len(reports) > 1 or len(reports[0]["results"]) > 1:
             print("\n".join(["tau, times plain decoding", *as_lines(reports), ""]))
+    write_reports(files, reports)  # after what stands on the screen, which is then not lost
+    if not as_json:
         if files:
             print(f"written: {', '.join(files)}")
         if head is not None:

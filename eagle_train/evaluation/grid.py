@@ -10,6 +10,7 @@ from typing import Any
 from eagle_train.decoding.sampling import Sampling
 from eagle_train.errors import UserError
 from eagle_train.evaluation.evaluate import evaluate
+from eagle_train.evaluation.outputs import check_output
 from eagle_train.evaluation.page import as_page
 from eagle_train.evaluation.questions import read_questions
 from eagle_train.evaluation.tables import as_csv
@@ -50,10 +51,11 @@ def evaluate_grid(
 
 
 def check_reports(paths: Sequence[str]) -> None:
-    """Raise UserError for a report file whose ending names no format."""
+    """Raise UserError for a report file whose ending names no format, or that cannot be written."""
     for path in paths:
         if Path(path).suffix not in FORMATS:
             raise UserError(f"--report {path}: wanted a file ending in {', '.join(FORMATS)}")
+        check_output("--report", path)
 
 
 def write_reports(paths: Sequence[str], reports: Sequence[dict[str, Any]]) -> None:

@@ -17,6 +17,7 @@ from eagle_train.errors import UserError
 from eagle_train.evaluation.evaluate import evaluate
 from eagle_train.evaluation.heads import open_head
 from eagle_train.evaluation.machine import PASSES, Machine, measure
+from eagle_train.evaluation.outputs import check_output
 from eagle_train.evaluation.questions import Question, conversations, read_questions
 from eagle_train.evaluation.replay import Tables, replay_chain, replay_paths, tables
 from eagle_train.evaluation.report import draft_name
@@ -69,6 +70,10 @@ def tune(
     remaining questions. Returns ``machine``, ``candidates`` (best first), ``best``, ``predicted_speedup``,
     ``measured_speedup``, ``wins``. `out` writes the shape for ``--draft``. Raises UserError as `evaluate`.
     """
+    if out is not None:
+        if Path(out).suffix != ".json":
+            raise UserError(f"--out {out}: wanted a file ending in .json, as --draft takes it")
+        check_output("--out", out)
     if not isinstance(target, Target):
         target = load_target(target, dtype=dtype, trust_remote_code=trust_remote_code)
     loaded = open_head(head, target) if isinstance(head, str | Path) else head

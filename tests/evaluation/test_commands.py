@@ -130,3 +130,35 @@ def test_generate_writes_the_answer_and_its_counts(head_dir, tiny_target_dir, ca
     assert text in capsys.readouterr().out
     assert eagle(*arguments, "--prompt", " ") == 2
     assert "prompt: got an empty text" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("folder{}", "is a folder; give {option} the name of a file"),
+        ("file/x{}", "file is a file, wanted a folder; choose another {option}"),
+        ("file/deeper/x{}", "file is a file, wanted a folder; choose another {option}"),
+        ("n" * 250 + "{}", "cannot be written (File name too long); choose another {option}"),
+        ("/proc/x{}", "cannot be written ("),
+    ],
+)
+@pytest.mark.parametrize(("command", "option"), [("eval", "--report"), ("tune", "--out")])
+def test_figures_that_could_not_be_written_are_not_made(command, option, name, words, tmp_path, capsys):
+    (tmp_path / "folder.json").mkdir()
+    (tmp_path / "file").touch()
+    path = tmp_path / name.format(".json")
+    assert eagle(command, "no-head", "--target", "no-target", option, path) == 2  # nothing is loaded before
+    error = capsys.readouterr().err
+    assert error.startswith(f"error: {option} {path}: ")
+    assert words.format(option=option) in error
+    assert error.count("\n") == 1
+    assert sorted(one.name for one in tmp_path.iterdir()) == ["file", "folder.json"]
+
+
+def test_a_file_of_figures_may_lie_in_a_new_folder(tmp_path):
+    from eagle_train.evaluation.outputs import check_output
+
+    (tmp_path / "old.json").write_text("{}")
+    check_output("--out", tmp_path / "a" / "b" / "new.json")
+    check_output("--out", tmp_path / "old.json")
+    assert [one.name for one in tmp_path.iterdir()] == ["old.json"]

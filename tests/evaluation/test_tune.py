@@ -127,6 +127,8 @@ def test_sampling_is_tuned_for_too(head, target):
     json.dumps(report)
 
 
-def test_one_question_is_too_few(head, target):
+def test_one_question_is_too_few_and_an_answer_must_be_readable(head, target):
+    with pytest.raises(UserError, match=r"--out tuned: wanted a file ending in \.json"):
+        tune(head, target, out="tuned", show=False)
     with pytest.raises(UserError, match="got one question, wanted at least two"):
         tune(head, target, num_questions=1, show=False)
