@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
 from pathlib import Path
 from typing import Any
@@ -60,8 +61,9 @@ def _layers(text: str | None) -> tuple[int, ...] | None:
     if text is None:
         return None
     words = [word.strip() for word in text.split(",")]
-    if not all(word.isdigit() for word in words):
-        raise UserError(f"--layer-ids {text}: wanted numbers, such as 2,16,29")
+    if not all(re.fullmatch("[0-9]{1,4}", word) for word in words):
+        shown = text if len(text) <= 60 else f"{text[:60]}..."
+        raise UserError(f"--layer-ids {shown}: wanted numbers of layers, such as 2,16,29")
     return tuple(map(int, words))
 
 

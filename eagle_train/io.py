@@ -169,6 +169,8 @@ def read_json(path: str | os.PathLike[str], missing: str) -> dict[str, Any]:
         raise UserError(f"{file}: not found; {missing}") from error
     except OSError as error:
         raise os_error(file, error) from error
+    except RecursionError as error:
+        raise UserError(f"{file}: JSON nested too deeply to be read; {missing}") from error
     except ValueError as error:
         raise UserError(f"{file}: not valid JSON ({error}); {missing}") from error
     if not isinstance(value, dict):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import reprlib
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from torch import Tensor
 from eagle_train.errors import UserError
 from eagle_train.evaluation.heads import find_head
 from eagle_train.export.folder import PROVENANCE, check_free, folder_bytes, replacing_folder
-from eagle_train.export.source import find_target_config
+from eagle_train.export.source import find_target_config, text_config
 from eagle_train.heads.disk import CONFIG, WEIGHTS, Head, load_head, save_head
 from eagle_train.heads.foreign import ForeignHead, is_foreign, read_foreign
 from eagle_train.heads.foreign_config import Told
@@ -45,8 +46,7 @@ def import_head(
         raise UserError(f"{folder}: is a head of eagle's own already; use it as it is, or eagle export it")
     final = Path(os.path.abspath(out))
     check_free(final, _MADE_BY, _FILES, [folder.resolve()], overwrite)
-    text = find_target_config(target or "")
-    depth = (text.get("text_config") or text).get("num_hidden_layers")
+    depth = _depth(target or "")
     read = read_foreign(folder, told, depth)
     config = replace(read.head.config, target=target or read.head.config.target)
     if depth is not None:
@@ -78,6 +78,16 @@ def import_head(
         "switches": switches(read),
         **{key: record[key] for key in ("source", "layout", "notes")},
     }
+
+
+def _depth(target: str) -> int | None:
+    """Return how many layers the target has, None where its config.json is not at hand."""
+    found = text_config(find_target_config(target)).get("num_hidden_layers")
+    if found is not None and (type(found) is not int or found < 1):
+        raise UserError(
+            f"{target}: num_hidden_layers is {reprlib.repr(found)} in its config.json, wanted 1 or more"
+        )
+    return found
 
 
 def switches(read: ForeignHead) -> list[str]:

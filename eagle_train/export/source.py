@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -80,17 +81,18 @@ class Source:
         config, recorded = find_target_config(name), self.record.get("target")
         if not config or not isinstance(recorded, dict):
             shards = self._shards()
-            recorded = recorded if isinstance(recorded, dict) else shards.get("target") or {}
-            config = config or {**(shards.get("config") or {}), "dtype": None}
-        text = config.get("text_config") or config
+            seen, taken = (_object(shards.get(key)) for key in ("target", "config"))
+            recorded = recorded if isinstance(recorded, dict) else seen
+            config = config or {**taken, "dtype": None}
+        text = text_config(config)
         dtypes = [where.get(key) for where in (text, config) for key in ("dtype", "torch_dtype")]
-        dtypes.append(_LONG_NAMES.get(recorded.get("dtype", "")))
+        dtypes.append(_LONG_NAMES.get(str(recorded.get("dtype"))))
         return TargetFacts(
             name=name,
             dtype=next((str(dtype) for dtype in dtypes if dtype), None),
-            num_layers=text.get("num_hidden_layers"),
+            num_layers=_whole(text.get("num_hidden_layers")),
             model_type=text.get("model_type") or config.get("model_type"),
-            max_positions=text.get("max_position_embeddings"),
+            max_positions=_whole(text.get("max_position_embeddings")),
             revision=recorded.get("revision") if recorded.get("name") == name else None,
             fingerprint=recorded.get("fingerprint") if recorded.get("name") == name else None,
         )
@@ -141,9 +143,25 @@ def find_target_config(target: str) -> dict[str, Any]:
     return _read(Path(file))
 
 
+def text_config(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the part of a target's config.json that speaks of its language model."""
+    inner = config.get("text_config")
+    return inner if isinstance(inner, dict) and inner else dict(config)
+
+
+def _object(value: Any) -> dict[str, Any]:
+    """Return a part of a record, {} where it is not there."""
+    return value if isinstance(value, dict) else {}
+
+
+def _whole(value: Any) -> int | None:
+    """Return a count that a record names, None where it is none."""
+    return value if type(value) is int and value > 0 else None
+
+
 def _read(file: Path) -> dict[str, Any]:
     """Return a JSON object that is of use but not required: {} where it cannot be read."""
-    with contextlib.suppress(OSError, ValueError):
+    with contextlib.suppress(OSError, ValueError, RecursionError):
         value = json.loads(file.read_text(encoding="utf-8"))
         return value if isinstance(value, dict) else {}
     return {}

@@ -76,6 +76,11 @@ class HeadConfig:
                 f"head: {self.num_attention_heads} attention heads cannot share "
                 f"{self.num_key_value_heads} key-value heads; wanted a divisor"
             )
+        if self.hidden_size % self.num_attention_heads:  # which transformers' config demands
+            raise UserError(
+                f"head: hidden_size is {self.hidden_size}, wanted a multiple of the "
+                f"{self.num_attention_heads} attention heads"
+            )
         if not 1 <= self.draft_vocab_size <= self.vocab_size:
             raise UserError(
                 f"head: draft_vocab_size {self.draft_vocab_size}, wanted 1 to the target's {self.vocab_size}"
@@ -316,7 +321,9 @@ def rope_of(config: Mapping[str, Any]) -> dict[str, Any]:
     for key in ("type", "partial_rotary_factor", "mrope_section"):
         rope.pop(key, None)
     if rope["rope_type"] == "longrope" and "original_max_position_embeddings" not in rope:
-        rope["original_max_position_embeddings"] = config["original_max_position_embeddings"]
+        rope["original_max_position_embeddings"] = config.get("original_max_position_embeddings")
+        if rope["original_max_position_embeddings"] is None:
+            raise UserError("config.json: RoPE is longrope without original_max_position_embeddings; add it")
     if rope["rope_type"] == "mrope":  # text-only positions: the three sections agree
         rope["rope_type"] = "default"
     return rope

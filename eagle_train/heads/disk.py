@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from eagle_train.errors import UserError
 from eagle_train.heads.config import HeadConfig
+from eagle_train.heads.config_fields import check_one_rope, checked
 from eagle_train.heads.draft_vocab import from_offsets, to_offsets
 from eagle_train.heads.eagle1 import Eagle1Head
 from eagle_train.heads.eagle3 import Eagle3Head
@@ -55,9 +57,9 @@ def save_head(head: Head, folder: str | os.PathLike[str], dtype: torch.dtype | N
 def load_config(folder: str | os.PathLike[str]) -> HeadConfig:
     """Read a head directory's config.json alone. Raises UserError."""
     path = Path(folder) / CONFIG
-    return HeadConfig.from_json(
-        read_json(path, "give a head directory written by eagle train or export"), str(path)
-    )
+    value = checked(read_json(path, "give a head directory written by eagle train or export"), str(path))
+    check_one_rope(value, str(path), "correct one of them")
+    return HeadConfig.from_json(value, str(path))
 
 
 def load_head(folder: str | os.PathLike[str]) -> Head:
@@ -82,16 +84,23 @@ def head_of_tensors(config: HeadConfig, stored: dict[str, Tensor], where: str) -
     return head
 
 
+def check_finite(tensors: Mapping[str, Tensor], where: str) -> None:
+    """Raise UserError naming the first tensor that holds NaN or an infinity."""
+    for name, value in tensors.items():
+        if not bool(value.isfinite().all()):
+            raise UserError(f"{where}: {name} holds NaN or infinity; no head computes with such a weight")
+
+
 def _draft_ids(stored: dict[str, Tensor], config: HeadConfig, where: str) -> Tensor | None:
     """Take the vocabulary maps out of `stored`."""
     if not config.reduced_vocabulary:
         return None
-    if "d2t" not in stored or len(stored["d2t"]) != config.draft_vocab_size:
+    if "d2t" not in stored or stored["d2t"].shape != (config.draft_vocab_size,):
         raise UserError(
             f"{where}: wanted d2t with {config.draft_vocab_size} entries, found {_shape(stored.get('d2t'))}"
         )
     t2d = stored.pop("t2d", None)
-    if t2d is None or len(t2d) != config.vocab_size:
+    if t2d is None or t2d.shape != (config.vocab_size,):
         raise UserError(f"{where}: wanted t2d with {config.vocab_size} entries, found {_shape(t2d)}")
     return from_offsets(stored.pop("d2t"), t2d, config.vocab_size, where)
 

@@ -55,6 +55,12 @@ def to_offsets(draft_ids: Tensor) -> Tensor:
 
 def from_offsets(d2t: Tensor, t2d: Tensor | None, vocab_size: int, where: str) -> Tensor:
     """Return the target ids behind stored offsets; UserError where they contradict t2d or the vocabulary."""
+    for name, table in (("d2t", d2t), ("t2d", t2d)):
+        if table is not None and (table.ndim != 1 or table.is_floating_point() or table.is_complex()):
+            raise UserError(
+                f"{where}: {name} is {table.dtype} {list(table.shape)}, wanted a row of integers; "
+                "fetch or export the head again"
+            )
     ids = d2t.long() + torch.arange(len(d2t))
     if len(ids) and not (int(ids.min()) >= 0 and int(ids.max()) < vocab_size):
         raise UserError(

@@ -6,6 +6,7 @@ absent means different things to different readers.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from eagle_train.errors import UserError
 from eagle_train.heads.config import HeadConfig, rope_of
+from eagle_train.heads.config_fields import check_one_rope, checked
 from eagle_train.heads.foreign_layers import hs_ids
 from eagle_train.heads.foreign_tensors import ForeignTensors
 
@@ -41,6 +43,10 @@ class Told:
     sliding_window: int | None = None  # 0 for none
     pickled: bool = False  # read a pytorch_model.bin, weights only
 
+    def __post_init__(self) -> None:
+        if self.rope_theta is not None and not 0 < self.rope_theta < math.inf:
+            raise UserError(f"--rope-theta {self.rope_theta}: wanted a positive number, such as 10000")
+
 
 @dataclass
 class Resolved:
@@ -59,6 +65,7 @@ def resolve(
     Raises UserError for what a head here cannot compute, for contradictions, and for what stays open, with
     the option that answers it.
     """
+    value = checked(value, where)
     reader = _Reader(value, where)
     if tensors.kind == "medusa":
         return _medusa(reader, tensors)
@@ -204,6 +211,7 @@ def _rope(reader: _Reader, told: Told, notes: list[str]) -> dict[str, Any]:
         )
     if float(parameters.get("partial_rotary_factor") or 1.0) != 1.0:
         raise UserError(f"{reader.where}: partial_rotary_factor: eagle rotates whole heads only")
+    check_one_rope(inner, reader.where, "correct one of them, or say --rope-theta for plain RoPE")
     rope = rope_of(inner)
     if not bases:
         notes.append(
@@ -227,10 +235,10 @@ def _window(reader: _Reader, told: Told, num_layers: int) -> int | None:
         used = set(kinds[:num_layers])
         if used == {"full_attention"}:
             return None
-        if used == {"sliding_attention"} and width is not None:
+        if used == {"sliding_attention"} and width:
             return int(width)
         raise UserError(f"{reader.where}: layer_types {kinds} with sliding_window {width}: not computed here")
-    if width is None or reader.get("use_sliding_window") is False:
+    if not width or reader.get("use_sliding_window") is False:
         return None
     raise UserError(
         f"{reader.where}: sliding_window {width} without layer_types, which some readers use and others "

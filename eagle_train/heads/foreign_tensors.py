@@ -7,8 +7,10 @@ The layouts: EAGLE's own repository, SpecForge and SGLang (``midlayer.*``), spec
 from __future__ import annotations
 
 import re
+import reprlib
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -65,7 +67,7 @@ def read_tensors(folder: Path, pickled: bool) -> dict[str, Tensor]:
     A pickle is opened weights-only. Raises UserError naming what is missing or damaged.
     """
     if (folder / INDEX).is_file():
-        names = sorted(set(read_json(folder / INDEX, "fetch it again").get("weight_map", {}).values()))
+        names = _files_of(folder / INDEX)
         return {key: tensor for name in names for key, tensor in load_tensors(folder / name)[0].items()}
     if (folder / WEIGHTS).is_file():
         return load_tensors(folder / WEIGHTS)[0]
@@ -80,16 +82,48 @@ def read_tensors(folder: Path, pickled: bool) -> dict[str, Tensor]:
     try:
         loaded = torch.load(file, map_location="cpu", weights_only=True)
     except Exception as error:  # unpickling raises whatever the bytes lead to
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise UserError(f"{file}: cannot be read weights-only ({reason}); fetch it again") from error
+        raise UserError(
+            f"{file}: cannot be read weights-only: it is damaged, or holds more than tensors, which could "
+            "run code; fetch it again, or ask its makers for model.safetensors"
+        ) from error
+    return _plain_tensors(loaded, file)
+
+
+def _files_of(index: Path) -> list[str]:
+    """Return the names of the files that an index speaks of, all of them in its own folder."""
+    table = read_json(index, "fetch it again").get("weight_map")
+    if not isinstance(table, dict) or not table:
+        raise UserError(
+            f"{index}: weight_map is {reprlib.repr(table)}, wanted an object that names each tensor's file; "
+            "fetch it again"
+        )
+    for tensor, name in table.items():
+        if not isinstance(name, str) or name in ("", ".", "..") or Path(name).name != name or "\0" in name:
+            raise UserError(
+                f"{index}: the file of {reprlib.repr(tensor)} is {reprlib.repr(name)}, wanted a file's name; "
+                "fetch it again"
+            )
+    return sorted(set(table.values()))
+
+
+def _plain_tensors(loaded: Any, file: Path) -> dict[str, Tensor]:
+    """Return what a pickle held where it is a state_dict of tensors with their data beside them."""
     if not isinstance(loaded, dict) or not all(isinstance(value, Tensor) for value in loaded.values()):
         raise UserError(f"{file}: holds no table of tensors; wanted a head's state_dict")
+    for name, value in loaded.items():
+        if not isinstance(name, str):
+            raise UserError(f"{file}: calls a tensor {reprlib.repr(name)}, wanted a head's state_dict")
+        if value.is_meta or value.layout != torch.strided or value.is_quantized or value.is_nested:
+            what = "without data" if value.is_meta else "sparse, nested or quantised"
+            raise UserError(f"{file}: {name} is {what}, wanted a plain tensor; save the head again")
     return dict(loaded)
 
 
 def to_our_names(stored: dict[str, Tensor], where: str) -> ForeignTensors:
     """Return `stored` under our names. Raises UserError naming tensors of a kind not computed here."""
-    for name in stored:
+    for name, value in stored.items():
+        if value.ndim == 0:
+            raise UserError(f"{where}: {name} is a single number, wanted a vector or a matrix")
         for part, what in _NOT_COMPUTED.items():
             if part in name:
                 raise UserError(f"{where}: {name} belongs to {what}, which eagle does not compute")
@@ -127,7 +161,9 @@ def common_dtype(weights: dict[str, Tensor], where: str) -> torch.dtype:
 
 def _renamed(name: str) -> str:
     name = name.removeprefix("medusa_heads.")
-    if found := re.fullmatch(r"(\d+)\.(\d+)\.(linear\.)?(weight|bias)", name):  # Medusa's own repository
+    if found := re.fullmatch(
+        r"([0-9]+)\.([0-9]+)\.(linear\.)?(weight|bias)", name
+    ):  # Medusa's own repository
         head, layer, linear, what = found.groups()
         return f"blocks.{head}.layers.{layer}.{what}" if linear else f"lm_heads.{head}.{what}"
     for old, new in _RENAMED.items():
@@ -138,7 +174,7 @@ def _renamed(name: str) -> str:
 
 def _layer_of_eagle3(name: str, numbered_first: bool) -> str:
     """Call the first layer midlayer, and number those above it from 0."""
-    found = re.match(r"layers\.(\d+)\.", name)
+    found = re.match(r"layers\.([0-9]{1,4})\.", name)
     if not found or not numbered_first:
         return name
     number, rest = int(found[1]), name[found.end() :]

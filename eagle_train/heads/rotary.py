@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import reprlib
+
 import torch
 from torch import Tensor
 
@@ -47,17 +49,23 @@ def frequencies(config: HeadConfig) -> tuple[Tensor, float]:
     kind = config.rope_parameters["rope_type"]
     if kind not in _FIXED:
         raise UserError(f"head: rope_type '{kind}' is not supported, wanted one of {', '.join(_FIXED)}")
-    llama = LlamaConfig(
-        hidden_size=config.hidden_size,
-        num_attention_heads=config.num_attention_heads,
-        head_dim=config.head_dim,
-        max_position_embeddings=config.max_position_embeddings,
-        rope_parameters=dict(config.rope_parameters),
-    )
-    if kind == "default":
-        values, scaling = LlamaRotaryEmbedding.compute_default_rope_parameters(llama)
-    else:
-        values, scaling = ROPE_INIT_FUNCTIONS[kind](llama, None, seq_len=config.max_position_embeddings)
+    try:
+        llama = LlamaConfig(
+            hidden_size=config.hidden_size,
+            num_attention_heads=config.num_attention_heads,
+            head_dim=config.head_dim,
+            max_position_embeddings=config.max_position_embeddings,
+            rope_parameters=dict(config.rope_parameters),
+        )
+        if kind == "default":
+            values, scaling = LlamaRotaryEmbedding.compute_default_rope_parameters(llama)
+        else:
+            values, scaling = ROPE_INIT_FUNCTIONS[kind](llama, None, seq_len=config.max_position_embeddings)
+    except (ArithmeticError, LookupError, RuntimeError, TypeError, ValueError) as error:
+        raise UserError(
+            f"head: RoPE settings {reprlib.repr(config.rope_parameters)} cannot be computed "
+            f"({type(error).__name__}: {reprlib.repr(str(error))}); correct them in config.json"
+        ) from error
     return values.float(), float(scaling)
 
 
