@@ -73,7 +73,10 @@ def encode(
                 raise Skip("a token id outside the tokenizer's vocabulary")
             whole = [EncodedRow(list(found.input_ids), list(found.spans))]
         else:
+            given, found = found, encoder.with_true_ids(found)
             whole = encoder.rows(found)
+            if found is not given:
+                repairs.append("answer ids that are not tokens of the answer: text tokenised again")
             if any(turn.answer_ids for turn in found.turns) and not encoder.uses_ids_of(found):
                 repairs.append("answer ids of another tokenizer: text tokenised again")
             if len(whole) > 1:

@@ -22,6 +22,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
+from eagle_train.data.answer_ids import say
 from eagle_train.data.records import Conversation, Message, Skip, Turn
 from eagle_train.data.templates import ChatTemplate, TemplateRefused
 from eagle_train.data.tokens import Tokens
@@ -70,6 +71,7 @@ class Encoder:
         self.template = template
         self.fingerprint = tokenizer_fingerprint(tokenizer)
         self.tokens = Tokens(tokenizer)
+        self._tokenizer = tokenizer
         self._stops = {number for number in (tokenizer.eos_token_id,) if number is not None}
 
     def turn_text(
@@ -140,6 +142,24 @@ class Encoder:
     def uses_ids_of(self, conversation: Conversation) -> bool:
         """True when the conversation's answer ids are of this very tokenizer."""
         return conversation.tokenizer_fingerprint == self.fingerprint
+
+    def with_true_ids(self, conversation: Conversation) -> Conversation:
+        """Return the conversation without those answer ids of this tokenizer that say something else.
+
+        It is the very same where there are none.
+        """
+        if not self.uses_ids_of(conversation):
+            return conversation
+        turns = tuple(self._with_true_ids(turn) for turn in conversation.turns)
+        return conversation if turns == conversation.turns else replace(conversation, turns=turns)
+
+    def _with_true_ids(self, turn: Turn) -> Turn:
+        ids = turn.answer_ids
+        if ids is None or say(
+            self._tokenizer, ids, turn.finished, turn.content, turn.reasoning, turn.tool_calls
+        ):
+            return turn
+        return replace(turn, answer_ids=None)
 
     def shows_tools(self, conversation: Conversation) -> bool:
         """True when the template writes the conversation's tools into a prompt."""

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from eagle_train.data.answer_ids import say
 from eagle_train.data.conversations import read_record
 from eagle_train.data.mask import EncodedRow, Encoder, cut
 from eagle_train.data.records import Conversation, Skip, Turn
@@ -354,6 +355,38 @@ def test_answer_ids_of_another_tokenizer_are_not_used(byte_level: Any) -> None:
     turns = (Turn("user", "Hi"), Turn("assistant", "Hello", (3, 4, 5)))
     (row,) = encoder.rows(Conversation("id", turns, "test", tokenizer_fingerprint="another"))
     assert supervised(tokenizer, row) == ["Hello<|im_end|>"]
+
+
+@pytest.mark.parametrize(
+    ("written", "finished", "given", "true"),
+    [
+        ("Hello there<|im_end|>", True, {"content": "Hello there"}, True),
+        (" Hello there\n<|im_end|>", True, {"content": "Hello there"}, True),
+        ("<|im_start|>Hello<|im_end|>", True, {"content": "Hello"}, True),
+        ("<|im_start|>Hello", False, {"content": "<|im_start|>Hello"}, True),
+        ("Hello there", False, {"content": "Hello"}, False),
+        ("Hello", False, {"content": "Hello there"}, False),
+        ("<think>\nHm.\n</think>\n\nHi", False, {"content": "Hi", "reasoning": "Hm."}, True),
+        ("Hm.</think>Hi", False, {"content": "Hi", "reasoning": "Ho."}, False),
+        ("Hm.</think>Hi there", False, {"content": "Hi", "reasoning": "Hm."}, False),
+        ("Yes<call>add(1)", False, {"content": "Yes", "tool_calls": [{"function": {"name": "add"}}]}, True),
+        ("Yes<call>sub(1)", False, {"content": "Yes", "tool_calls": [{"function": {"name": "add"}}]}, False),
+        ("", False, {"content": ""}, False),
+    ],
+)
+def test_ids_say_what_the_answer_says(
+    byte_level: Any, written: str, finished: bool, given: dict[str, Any], true: bool
+) -> None:
+    tokenizer = byte_level("chatml")
+    ids = tokenizer(written, add_special_tokens=False)["input_ids"]
+    assert say(tokenizer, ids, finished, **given) is true
+
+
+def test_a_letter_cut_in_its_middle_is_no_difference(byte_level: Any) -> None:
+    tokenizer = byte_level("chatml")
+    ids = tokenizer("Hi \N{SLIGHTLY SMILING FACE}", add_special_tokens=False)["input_ids"][:-1]
+    assert say(tokenizer, ids, False, "Hi")
+    assert say(tokenizer, ids, False, "Hi \ufffd")
 
 
 def test_cut_is_on_the_right_in_tokens() -> None:

@@ -459,6 +459,25 @@ def test_answers_of_the_target_are_used_by_their_ids(tmp_path: Path, target: Pat
     assert summary["counts"]["repaired"] == {"answer ids of another tokenizer: text tokenised again": 1}
 
 
+@pytest.mark.parametrize("ids", [[5, 6], [5, 6, 2], [2**31 - 1], [2]])
+def test_answer_ids_that_say_something_else_are_not_used(
+    tmp_path: Path, target: Path, ids: list[int]
+) -> None:
+    tokenizer = load_tokenizer(str(target))
+    text, end = "Because the sea is deep.", tokenizer.convert_tokens_to_ids("<|im_end|>")
+    mine = {"model": "m", "tokenizer_fingerprint": tokenizer_fingerprint(tokenizer)}
+    record = talk("Hi", text, generated_by=mine)
+    record["messages"][1] |= {"answer_ids": ids, "finished": True}
+    summary = make(write(tmp_path / "a.jsonl", [record]), target, tmp_path / "rows")
+    (row,) = open_rows(tmp_path / "rows").dataset
+    ((first, last),) = row["spans"]
+    usual = tokenizer(text, add_special_tokens=False)["input_ids"]
+    assert row["input_ids"][first : last + 1] == [*usual, end]
+    assert summary["counts"]["repaired"] == {
+        "answer ids that are not tokens of the answer: text tokenised again": 1
+    }
+
+
 def test_token_rows_need_no_template_and_stay_as_they_are(tmp_path: Path, byte_level: Any) -> None:
     target = target_with(tmp_path / "target", byte_level(None))
     records = [
