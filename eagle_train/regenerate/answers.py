@@ -12,8 +12,10 @@ from eagle_train.data.conversations import read_prompts
 from eagle_train.data.reading import Tally, read_with
 from eagle_train.data.records import Conversation, Message
 from eagle_train.data.sources import Source
+from eagle_train.data.token_rows import are_ids
 from eagle_train.errors import UserError
 
+_LEAST_TEMPERATURE = 1e-3  # below it logits divided by it overflow, and nothing but the best is drawn
 _THINK, _ANSWER = "<think>", "</think>"
 
 
@@ -33,8 +35,10 @@ class AnswerSettings:
     min_gap: float = 0.0
 
     def __post_init__(self) -> None:
-        if not 0 <= self.temperature < float("inf"):
-            raise UserError(f"temperature: got {self.temperature}, wanted 0 (greedy) or more")
+        if self.temperature != 0 and not _LEAST_TEMPERATURE <= self.temperature < float("inf"):
+            raise UserError(
+                f"temperature: got {self.temperature}, wanted 0 (greedy) or at least {_LEAST_TEMPERATURE}"
+            )
         if not 0 < self.top_p <= 1:
             raise UserError(f"top-p: got {self.top_p}, wanted a number above 0, at most 1")
         if self.max_new_tokens < 1:
@@ -85,15 +89,39 @@ class Answer:
         return {**self.message(), **ids, "finished": self.finished}
 
     @classmethod
+    def checked(cls, content: Any, finished: Any, ids: Any, reasoning: Any, calls: Any) -> Answer:
+        """Return the answer made of values from outside. Raises ValueError where they do not make one."""
+        if not isinstance(content, str):
+            raise ValueError(f"the text is a {type(content).__name__}, wanted a string")
+        if not isinstance(finished, bool):
+            raise ValueError(f"finished is a {type(finished).__name__}, wanted true or false")
+        if ids is not None and not are_ids(ids):
+            raise ValueError("the token ids are not a list of numbers from 0 to 2**31 - 1")
+        if reasoning is not None and not isinstance(reasoning, str):
+            raise ValueError(f"the thought is a {type(reasoning).__name__}, wanted a string")
+        if calls is not None and not _are_calls(calls):
+            raise ValueError("tool_calls is not a list of calls of functions")
+        return cls(content, finished, ids, reasoning, calls)
+
+    @classmethod
     def of_record(cls, record: Message) -> Answer:
-        """Return the answer that `record` was made of."""
-        return cls(
+        """Return the answer that `record` was made of. Raises KeyError or ValueError for others."""
+        return cls.checked(
             record["content"],
             record["finished"],
             record.get("answer_ids"),
             record.get("reasoning_content"),
             record.get("tool_calls"),
         )
+
+
+def _are_calls(calls: Any) -> bool:
+    return isinstance(calls, list) and all(
+        isinstance(call, dict)
+        and isinstance(call.get("function"), dict)
+        and isinstance(call["function"].get("name"), str)
+        for call in calls
+    )
 
 
 def without_thinking(answer: Answer, opened: bool = False) -> Answer:

@@ -12,7 +12,7 @@ from typing import Any, BinaryIO, cast
 from eagle_train.errors import UserError
 from eagle_train.io import read_json, replacing, write_json
 from eagle_train.regenerate.answers import Answer, Asked
-from eagle_train.regenerate.work import Work, refuse_other
+from eagle_train.regenerate.work import Work, folder_of, reading, refuse_other
 
 _FAILURES_LISTED = 1000
 
@@ -31,9 +31,17 @@ def finished_report(out: Path, identity: dict[str, Any]) -> dict[str, Any] | Non
         return None
     if not report_of(out).is_file():
         raise UserError(f"{out}: exists and was not made by eagle regenerate; give another --out")
-    report = read_json(report_of(out), f"remove {out}")
-    refuse_other(out, report, identity)
+    report = read_report(out, f"remove {out}")
+    refuse_other(report_of(out), report, identity)
     return None if report["failed"] else report
+
+
+def read_report(out: Path, advice: str) -> dict[str, Any]:
+    """Return the report beside `out`, which `lines_of` can show. Raises UserError for anything else."""
+    with reading(report_of(out), advice):
+        report = read_json(report_of(out), advice)
+        list(lines_of(report))
+    return report
 
 
 def is_complete(asked: list[Asked], work: Work) -> bool:
@@ -51,6 +59,7 @@ def write_output(
     """Write `out` and its report, whole; return the report. `read` says what reading the input met.
 
     A conversation ends before an answer that failed or says nothing; without any answer it is left out.
+    Raises UserError, and writes nothing, where no answer is left at all.
     """
     counts = {"conversations": 0, "answers": 0, "unfinished": 0, "empty": 0, "answer_tokens": 0}
     failures = []
@@ -70,6 +79,8 @@ def write_output(
             counts["answer_tokens"] += sum(len(answer.answer_ids or ()) for answer in said)
             line = _line(conversation, said, identity["generated_by"])
             file.write(json.dumps(line, ensure_ascii=False).encode("utf-8", "replace") + b"\n")
+        if not counts["answers"]:
+            raise UserError(_nothing_made(out, counts["empty"], failures))
     report = {
         **identity,
         "read": read,
@@ -79,6 +90,17 @@ def write_output(
     }
     write_json(report_of(out), report)
     return report
+
+
+def _nothing_made(out: Path, empty: int, failures: list[dict[str, Any]]) -> str:
+    if not failures:
+        return f"{out}: not written: all {empty:,} answers are empty; remove {folder_of(out)} to ask again"
+    first = failures[0]
+    return (
+        f"{out}: not written: no answer was made, {len(failures):,} failed, {empty:,} are empty; the first, "
+        f"{first['source']}, turn {first['turn']}: {first['reason']}. Mend the cause and give the same "
+        "command again"
+    )
 
 
 def _failure(asked: Asked, turn: int, reason: str) -> dict[str, Any]:

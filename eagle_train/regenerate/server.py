@@ -8,11 +8,12 @@ import random
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import httpx
 
+from eagle_train.data.answer_ids import say
 from eagle_train.data.templates import Arguments
 from eagle_train.data.tokenizer import load_tokenizer
 from eagle_train.errors import UserError, nearest
@@ -20,11 +21,22 @@ from eagle_train.progress import Progress
 from eagle_train.provenance import tokenizer_fingerprint
 from eagle_train.regenerate.answers import Answer, AnswerSettings, Asked, without_thinking
 from eagle_train.regenerate.failures import Failures
+from eagle_train.regenerate.replies import (
+    Malformed,
+    Refused,
+    answer_in,
+    models_in,
+    read_reply,
+    short,
+    text_of,
+)
 from eagle_train.regenerate.work import Work
 
-_FINISHED = {"stop": True, "tool_calls": True, "function_call": True, "length": False}
 _LATER = (408, 409, 425, 429, 500, 502, 503, 504)
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.5, 30.0  # seconds
+_LIST_TIMEOUT = 30.0  # seconds
+_NAMED = 5  # models in an error
+_FAULTS = (Malformed, asyncio.TimeoutError, httpx.HTTPError, httpx.InvalidURL, ValueError)
 _IDS = "return_token_ids"  # vLLM's field; other servers know no such thing
 
 
@@ -32,8 +44,8 @@ _IDS = "return_token_ids"  # vLLM's field; other servers know no such thing
 class Server:
     """Where to ask. `model` is the name it serves the target by, None for the target's own or its only one.
 
-    `tries` of one request, each of at most `timeout` seconds; `api_key_env` names the environment variable
-    that holds its key.
+    `tries` of one request, each of at most `timeout` seconds up to the end of its reply; `api_key_env` names
+    the environment variable that holds its key.
     """
 
     url: str
@@ -69,10 +81,6 @@ class Server:
         return {"Authorization": f"Bearer {key}"}
 
 
-class Refused(Exception):
-    """A request that came to nothing, whatever was tried; the text says why."""
-
-
 class ServerAnswers:
     """A server and how it is asked. `generated_by` is what the output says of both."""
 
@@ -90,6 +98,7 @@ class ServerAnswers:
         self._tokenizer = _tokenizer(target, trust_remote_code)
         self._asks_ids = self._tokenizer is not None and settings.keep_thinking
         self._ends = _special_ids(self._tokenizer)
+        self.ids_dropped = 0  # answers whose ids are not tokens of their text
         fingerprint = None if self._tokenizer is None else tokenizer_fingerprint(self._tokenizer)
         self.generated_by: dict[str, Any] = {
             "model": self.model,
@@ -102,6 +111,12 @@ class ServerAnswers:
     def run(self, asked: list[Asked], work: Work, failures: Failures, bar: Progress) -> None:
         """Make every answer that `work` lacks, `in_flight` conversations at a time."""
         asyncio.run(self._run(asked, work, failures, bar))
+        if self.ids_dropped:
+            print(
+                f"{self.ids_dropped:,} answers are kept as text: the token ids that the server sent with "
+                "them are not tokens of their text",
+                file=sys.stderr,
+            )
 
     async def _run(self, asked: list[Asked], work: Work, failures: Failures, bar: Progress) -> None:
         queue = iter(asked)
@@ -164,15 +179,15 @@ class ServerAnswers:
         for attempt in range(1, self.server.tries + 1):
             wait = pause * random.uniform(0.5, 1.0)
             try:
-                response = await self._post(client, body)
+                response = await asyncio.wait_for(self._post(client, body), self.server.timeout)
                 if response.status_code == 200:
                     return self._answer(response)
-                fault = f"status {response.status_code}: {_short(response.text)}"
+                fault = f"status {response.status_code}: {short(text_of(response.content))}"
                 if response.status_code not in _LATER:
                     raise Refused(fault)
                 wait = max(wait, _retry_after(response))
-            except (httpx.TransportError, ValueError) as error:
-                fault = f"{type(error).__name__}: {_short(str(error))}".rstrip(": ")
+            except _FAULTS as error:
+                fault = _told(error, self.server.timeout)
             if attempt < self.server.tries:
                 await asyncio.sleep(wait)
                 pause = min(2 * pause, _LONGEST_PAUSE)
@@ -183,37 +198,26 @@ class ServerAnswers:
         address = self.server.base + "/chat/completions"
         if self._asks_ids:
             response = await client.post(address, json={**body, _IDS: True})
-            if response.status_code not in (400, 422) or _IDS not in response.text:
+            if response.status_code not in (400, 422) or _IDS not in text_of(response.content):
                 return response
             self._asks_ids = False
         return await client.post(address, json=body)
 
     def _answer(self, response: httpx.Response) -> Answer:
-        """Read an answer. Raises ValueError where there is none, Refused where there never will be."""
-        try:
-            choice = response.json()["choices"][0]
-            message, reason = choice["message"], choice["finish_reason"]
-            content = message.get("content") or ""
-            reasoning = message.get("reasoning_content") or message.get("reasoning")
-            calls = message.get("tool_calls") or None
-        except (KeyError, IndexError, TypeError, AttributeError) as error:
-            raise ValueError(f"no answer in the response ({error!r})") from error
-        if reason == "content_filter":
-            raise Refused("withheld by the server's content filter")
-        if reason not in _FINISHED:
-            raise ValueError(f"finish_reason {reason!r}")
-        finished = _FINISHED[reason]
-        ids = self._checked(choice.get("token_ids"), finished)
-        answer = Answer(_text(content), finished, ids, _text(reasoning) if reasoning else None, calls)
+        """Read an answer. Raises Malformed where there is none, Refused where there never will be."""
+        answer = read_reply(response.content, answer_in)
+        if answer.answer_ids is not None and not self._are_of(answer):
+            self.ids_dropped += self._asks_ids
+            answer = replace(answer, answer_ids=None)
         return answer if self.settings.keep_thinking else without_thinking(answer)
 
-    def _checked(self, ids: Any, finished: bool) -> list[int] | None:
-        """Return the ids a server sent where they end as the record wants them, else None."""
-        if self._tokenizer is None or not isinstance(ids, list) or not ids:
-            return None
-        if not all(type(token) is int and 0 <= token < len(self._tokenizer) for token in ids):
-            return None
-        return ids if (ids[-1] in self._ends) == finished else None
+    def _are_of(self, answer: Answer) -> bool:
+        """True when the ids a server sent end as the record wants them, and say what the answer says."""
+        ids = answer.answer_ids
+        if self._tokenizer is None or not ids or (ids[-1] in self._ends) != answer.finished:
+            return False
+        calls = answer.tool_calls or ()
+        return say(self._tokenizer, ids, answer.finished, answer.content, answer.reasoning, calls)
 
 
 def _special_ids(tokenizer: Any) -> set[int]:
@@ -222,14 +226,13 @@ def _special_ids(tokenizer: Any) -> set[int]:
     return {number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
 
 
-def _text(text: Any) -> str:
-    if not isinstance(text, str):
-        raise ValueError(f"the answer is a {type(text).__name__}, wanted text")
-    return text.encode("utf-8", "replace").decode("utf-8")
-
-
-def _short(text: str) -> str:
-    return " ".join(text.split())[:200]
+def _told(error: Exception, timeout: float) -> str:
+    """Return what a failed try came to, in one line."""
+    if isinstance(error, Malformed):
+        return str(error)
+    if isinstance(error, asyncio.TimeoutError):
+        return f"no whole reply in {timeout:g} seconds"
+    return f"{type(error).__name__}: {short(str(error))}".rstrip(": ")
 
 
 def _retry_after(response: httpx.Response) -> float:
@@ -248,27 +251,38 @@ def _served_model(server: Server, target: str) -> str:
     if server.model is None and len(names) == 1:
         return names[0]
     raise UserError(
-        f"--server {server.url}: serves {', '.join(names) or 'no model'}, wanted {wanted}; name one with "
+        f"--server {server.url}: serves {_listed(names)}, wanted {wanted}; name one with "
         f"--served-model{nearest(wanted, names)}"
     )
 
 
+def _listed(names: list[str]) -> str:
+    more = f" and {len(names) - _NAMED:,} more" if len(names) > _NAMED else ""
+    return (", ".join(map(short, names[:_NAMED])) or "no model") + more
+
+
 def _served_models(server: Server) -> list[str]:
     address, tries = server.base + "/models", min(3, server.tries)
+    seconds = min(_LIST_TIMEOUT, server.timeout)
     for attempt in range(1, tries + 1):
         try:
-            response = httpx.get(address, headers=server.headers(), timeout=30.0)
+            response = asyncio.run(_get(address, server.headers(), seconds))
             response.raise_for_status()
-            return [str(model["id"]) for model in response.json()["data"]]
-        except (httpx.HTTPError, httpx.InvalidURL, ValueError, KeyError, TypeError) as error:
-            if attempt == tries or not isinstance(error, httpx.HTTPError):
-                reason = _short(str(error)) or type(error).__name__
+            return read_reply(response.content, models_in)
+        except _FAULTS as error:
+            if attempt == tries or isinstance(error, (Malformed, ValueError, httpx.InvalidURL)):
                 raise UserError(
-                    f"--server {server.url}: {address} gives no list of models ({reason}); start the server, "
-                    "or correct the URL"
+                    f"--server {server.url}: {address} gives no list of models ({_told(error, seconds)}); "
+                    "start the server, or correct the URL"
                 ) from error
         time.sleep(_FIRST_PAUSE * attempt)
     raise AssertionError("unreachable")
+
+
+async def _get(address: str, headers: dict[str, str], seconds: float) -> httpx.Response:
+    """Return a whole reply. Raises asyncio.TimeoutError where it takes longer than `seconds`."""
+    async with httpx.AsyncClient(timeout=seconds, headers=headers) as client:
+        return await asyncio.wait_for(client.get(address), seconds)
 
 
 def _tokenizer(target: str, trust_remote_code: bool) -> Any:

@@ -40,23 +40,24 @@ class Work:
         for path in sorted(self.folder.glob("part-*.jsonl")):
             with open(path, "rb") as handle:
                 start = 0
-                for line in handle:
+                for number, line in enumerate(handle, 1):
                     if line.endswith(b"\n"):
-                        self._index(path, start, line)
+                        self._index(path, start, line, f"{path}:{number}")
                     start += len(line)
 
-    def _index(self, path: Path, start: int, line: bytes) -> None:
-        try:
+    def _index(self, path: Path, start: int, line: bytes, place: str) -> None:
+        with reading(place, f"remove the line or {self.folder}"):
             entry = json.loads(line)
-            key = (str(entry["row_id"]), int(entry["turn"]))
-            reason = entry.get("failed")
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise UserError(f"{path}: damaged at byte {start} ({error}); remove {self.folder}") from error
+            key, reason = (entry["row_id"], entry["turn"]), entry.get("failed")
+            if [type(part) for part in key] != [str, int] or not isinstance(reason, (str, type(None))):
+                raise ValueError("row_id, turn or failed is of another kind")
+            if reason is None:
+                Answer.of_record(entry["answer"])
         if reason is None:
             self._answers[key] = (path, start)
             self.failed.pop(key, None)
         elif key not in self._answers:
-            self.failed[key] = str(reason)
+            self.failed[key] = reason
 
     def __contains__(self, key: Key) -> bool:
         return key in self._answers
@@ -141,7 +142,9 @@ def open_work(out: Path, identity: dict[str, Any], worker: int) -> Iterator[Work
     settings = folder / _SETTINGS
     if not settings.exists():
         write_json(settings, identity)
-    refuse_other(folder, read_json(settings, f"remove {folder}"), identity)
+    with reading(settings, f"remove {folder}"):
+        there = read_json(settings, f"remove {folder}")
+    refuse_other(settings, there, identity)
     path = folder / f"part-{worker:05}.jsonl"
     try:
         with open(path, "ab") as part, open(settings, "rb") as lock:
@@ -160,6 +163,18 @@ def open_work(out: Path, identity: dict[str, Any], worker: int) -> Iterator[Work
         raise os_error(path, error) from error
 
 
+@contextlib.contextmanager
+def reading(place: Path | str, advice: str) -> Iterator[None]:
+    """Turn whatever an edited file at `place` brings about in this block into one line."""
+    try:
+        yield
+    except RecursionError as error:
+        raise UserError(f"{place}: nested too deeply; {advice}") from error
+    except (KeyError, IndexError, TypeError, AttributeError, ValueError, OverflowError) as error:
+        kind = f"{error} is missing" if isinstance(error, KeyError) else str(error)
+        raise UserError(f"{place}: damaged or edited ({kind}); {advice}") from error
+
+
 def _cut_half_line(path: Path) -> None:
     """Cut off what a killed run had not written to its end."""
     with open(path, "rb+") as handle:
@@ -174,14 +189,16 @@ def refuse_other(place: Path, there: dict[str, Any], wanted: dict[str, Any]) -> 
 
     A model is known by its fingerprint where it has one; its name may change with its place.
     """
-    before, now = there.get("generated_by", {}), wanted["generated_by"]
+    now = wanted["generated_by"]
+    with reading(place, "give another --out"):
+        before = {} if there.get("generated_by") is None else {**there["generated_by"]}
+        names = ", ".join(str(item.get("name")) for item in there.get("inputs") or [])
     differing = [
         f"{name} {before.get(name)} there, {now.get(name)} now"
         for name in dict.fromkeys((*now, *before))
         if before.get(name) != now.get(name) and not (name == "model" and "fingerprint" in now)
     ]
     if there.get("inputs") != wanted["inputs"]:
-        names = ", ".join(str(item.get("name")) for item in there.get("inputs") or [])
         differing.append(f"the input differs ({names} there)")
     if differing:
         raise UserError(f"{place}: holds answers made otherwise: {'; '.join(differing)}; give another --out")

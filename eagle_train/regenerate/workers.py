@@ -10,8 +10,7 @@ import torch
 
 from eagle_train import distributed
 from eagle_train.errors import UserError
-from eagle_train.io import read_json
-from eagle_train.regenerate.output import report_of
+from eagle_train.regenerate.output import read_report, report_of
 
 
 def default_processes(device: str | None, device_map: str | None) -> int:
@@ -29,4 +28,4 @@ def start_workers(processes: int, arguments: list[str], out: Path) -> dict[str, 
         raise KeyboardInterrupt
     if not report_of(out).is_file():
         raise UserError(f"{out}: the workers ended without an output; give the same command again")
-    return {**read_json(report_of(out), "give the same command again"), "reused": False}
+    return {**read_report(out, "give the same command again"), "reused": False}

@@ -7,6 +7,7 @@ to its log for every request for an answer.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import hashlib
 import json
 import random
@@ -25,9 +26,42 @@ def reply(messages: list[dict[str, Any]]) -> tuple[str, bool]:
     return f"{len(messages)} messages, {digest[:12]}.", int(digest, 16) % 4 != 0
 
 
-def token_ids(text: str, finished: bool) -> list[int]:
-    """Return made-up tokens of an answer."""
-    return [10 + ord(letter) % 200 for letter in text] + [END] * finished
+def token_ids(text: str, finished: bool, tokenizer: Any) -> list[int]:
+    """Return the tokens of an answer, letter by letter as a tokeniser would not take them."""
+    letters = [tokenizer.encode(letter).ids for letter in text]
+    return [number for ids in letters for number in ids] + [END] * finished
+
+
+def _said(**odd: Any) -> bytes:
+    """Return a reply in which `odd` stands in the place of what belongs there."""
+    message = {"role": "assistant", "content": "x"}
+    choice = {"message": {**message, **odd.pop("message", {})}, "finish_reason": "stop", **odd}
+    return json.dumps({"choices": [choice]}).encode()
+
+
+NESTED = b"[" * 200_000
+PLAIN = {"content-type": "application/json"}
+ODD: dict[str, tuple[int, dict[str, str], bytes]] = {
+    "reason is a list": (200, PLAIN, _said(finish_reason=["stop"])),
+    "reason is an object": (200, PLAIN, _said(finish_reason={})),
+    "text is a number": (200, PLAIN, _said(message={"content": 5})),
+    "text is a list": (200, PLAIN, _said(message={"content": ["x"]})),
+    "thought is a number": (200, PLAIN, _said(message={"reasoning_content": 5})),
+    "calls are a number": (200, PLAIN, _said(message={"tool_calls": 5})),
+    "calls are numbers": (200, PLAIN, _said(message={"tool_calls": [5]})),
+    "message is a list": (200, PLAIN, b'{"choices": [{"message": [], "finish_reason": "stop"}]}'),
+    "a number": (200, PLAIN, b"5"),
+    "no choices": (200, PLAIN, b'{"choices": {}}'),
+    "nothing": (200, PLAIN, b""),
+    "nested": (200, PLAIN, NESTED),
+    "a nested reason": (200, PLAIN, b'{"choices": [{"message": {}, "finish_reason": ' + NESTED),
+    "not packed": (200, {**PLAIN, "content-encoding": "gzip"}, _said()),
+    "no Unicode": (200, PLAIN, b'{"choices": "\xff\xfe"}'),
+    "rot13": (400, {"content-type": "text/plain; charset=rot13"}, b"no"),
+    "no such charset": (400, {"content-type": "text/plain; charset=\x00"}, b"no"),
+    "packed refusal": (400, {**PLAIN, "content-encoding": "gzip"}, b"no"),
+    "waits for ever": (503, {**PLAIN, "retry-after": "nan"}, b"no"),
+}
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -36,8 +70,10 @@ class Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
 
     def do_GET(self) -> None:
+        if self.server.options.models == "nested":  # type: ignore[attr-defined]
+            return self._send_raw(200, PLAIN, NESTED)
         names = self.server.options.models.split(",")  # type: ignore[attr-defined]
-        self._send(200, {"data": [{"id": name} for name in names]})
+        return self._send(200, {"data": [{"id": name} for name in names]})
 
     def do_POST(self) -> None:
         options = self.server.options  # type: ignore[attr-defined]
@@ -59,6 +95,10 @@ class Handler(BaseHTTPRequestHandler):
     def _answer(self, options: argparse.Namespace, body: dict[str, Any], number: int) -> None:
         if body["messages"][-1]["content"].startswith("FAIL"):
             return self._send(400, {"error": {"message": "this prompt is not to my taste"}})
+        if body["messages"][-1]["content"].startswith("ODD "):
+            return self._send_raw(*ODD[body["messages"][-1]["content"][4:]])
+        if body["messages"][-1]["content"].startswith("DRIP"):
+            return self._drip()
         if options.strict and "return_token_ids" in body:
             return self._send(400, {"error": {"message": "Unrecognized request argument: return_token_ids"}})
         if number <= options.gather:
@@ -74,7 +114,7 @@ class Handler(BaseHTTPRequestHandler):
             message["content"] = f"<think>\nHm.\n</think>\n\n{text}"
         choice = {"index": 0, "message": message, "finish_reason": "stop" if finished else "length"}
         if body.get("return_token_ids"):
-            choice["token_ids"] = token_ids(text, finished)
+            choice["token_ids"] = self.server.ids_of(text, finished)  # type: ignore[attr-defined]
         return self._send(200, {"choices": [choice]})
 
     def _fault(self, kind: int) -> None:
@@ -91,9 +131,22 @@ class Handler(BaseHTTPRequestHandler):
             self._send(200, {"choices": [{"message": {"content": "x"}, "finish_reason": "abort"}]})
 
     def _send(self, status: int, value: Any, headers: dict[str, str] | None = None) -> None:
-        content = json.dumps(value).encode()
+        self._send_raw(status, headers or {}, json.dumps(value).encode())
+
+    def _drip(self) -> None:
+        """Send a piece every now and then, until nobody listens."""
+        self.send_response(200)
+        self.send_header("transfer-encoding", "chunked")
+        self.end_headers()
+        with contextlib.suppress(OSError):
+            while True:
+                self.wfile.write(b"1\r\n \r\n")
+                time.sleep(0.05)
+        self.close_connection = True
+
+    def _send_raw(self, status: int, headers: dict[str, str], content: bytes) -> None:
         self.send_response(status)
-        for name, text in {"content-length": str(len(content)), **(headers or {})}.items():
+        for name, text in {"content-length": str(len(content)), **headers}.items():
             self.send_header(name, text)
         self.end_headers()
         self.wfile.write(content)
@@ -111,11 +164,21 @@ def main() -> None:
     parser.add_argument("--strict", action="store_true")
     parser.add_argument("--gather", type=int, default=0, help="answer none of so many before all are there")
     parser.add_argument("--thinking", choices=("no", "field", "text"), default="no")
+    parser.add_argument("--ids", default="[5, 6, 2]", help="a tokenizer.json, or the ids of every answer")
     options = parser.parse_args()
+    if options.ids.startswith("["):
+        same = json.loads(options.ids)
+        ids_of = lambda text, finished: same if finished else same[:-1]  # noqa: E731
+    else:
+        from tokenizers import Tokenizer
+
+        tokenizer = Tokenizer.from_file(options.ids)
+        ids_of = lambda text, finished: token_ids(text, finished, tokenizer)  # noqa: E731
     ThreadingHTTPServer.request_queue_size = 256
     ThreadingHTTPServer.daemon_threads = True
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     server.options, server.lock, server.count, server.running = options, threading.Lock(), 0, 0  # type: ignore[attr-defined]
+    server.ids_of = ids_of  # type: ignore[attr-defined]
     server.barrier = threading.Barrier(max(1, options.gather))  # type: ignore[attr-defined]
     with open(options.log, "a") as log:
         server.log = log  # type: ignore[attr-defined]

@@ -65,7 +65,15 @@ def test_every_answer_has_a_seed_of_its_own() -> None:
 
 @pytest.mark.parametrize(
     "given",
-    [{"temperature": -1}, {"temperature": float("nan")}, {"top_p": 0}, {"top_p": 2}, {"max_new_tokens": 0}],
+    [
+        {"temperature": -1},
+        {"temperature": 1e-310},
+        {"temperature": 9e-4},
+        {"temperature": float("nan")},
+        {"top_p": 0},
+        {"top_p": 2},
+        {"max_new_tokens": 0},
+    ],
 )
 def test_settings_that_make_no_sense(given: dict[str, float]) -> None:
     with pytest.raises(UserError, match="wanted"):

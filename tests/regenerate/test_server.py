@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from eagle_cli.main import main
+from tokenizers import Tokenizer
 
 from eagle_train.errors import UserError
 from eagle_train.regenerate import server as module
@@ -21,7 +22,7 @@ from eagle_train.regenerate.server import Server
 from eagle_train.regenerate.work import folder_of
 
 from .asking import chats, read, write
-from .chat_server import reply, token_ids
+from .chat_server import ODD, reply, token_ids
 
 Start = Callable[..., tuple[str, Path]]
 NO_MODEL = "./served-elsewhere"  # there is no tokenizer of that name
@@ -37,8 +38,9 @@ def make(data: Path, target: Path | str, out: Path, server: Server, **options: A
     return regenerate([str(data)], str(target), out, settings=settings, server=server, show=False, **options)
 
 
-def expected(records: list[dict[str, Any]], ids: bool = False) -> list[dict[str, Any]]:
+def expected(records: list[dict[str, Any]], target: Path | None = None) -> list[dict[str, Any]]:
     """What the server says, turn by turn on the new history, in the order of the input."""
+    tokenizer = Tokenizer.from_file(str(target / "tokenizer.json")) if target else None
     found = []
     for record in records:
         messages: list[dict[str, Any]] = []
@@ -48,7 +50,7 @@ def expected(records: list[dict[str, Any]], ids: bool = False) -> list[dict[str,
             messages.append(message)
             if message["role"] == "user":
                 text, finished = reply(messages)
-                with_ids = {"answer_ids": token_ids(text, finished)} if ids else {}
+                with_ids = {"answer_ids": token_ids(text, finished, tokenizer)} if tokenizer else {}
                 messages.append({"role": "assistant", "content": text, **with_ids, "finished": finished})
         found.append({"id": record["id"], "messages": messages})
     return found
@@ -61,10 +63,11 @@ def shown(out: Path) -> list[dict[str, Any]]:
 def test_many_conversations_at_once_turn_by_turn_in_order(
     tmp_path: Path, start_server: Start, ending_target_dir: Path
 ) -> None:
-    url, log = start_server("--delay", "0.02", "--gather", "30")
+    ids = ("--ids", str(ending_target_dir / "tokenizer.json"))
+    url, log = start_server("--delay", "0.02", "--gather", "30", *ids)
     data = write(tmp_path / "a.jsonl", chats(60))
     report = make(data, ending_target_dir, tmp_path / "out.jsonl", Server(url, in_flight=40))
-    wanted = expected(chats(60), ids=True)
+    wanted = expected(chats(60), ending_target_dir)
     assert shown(tmp_path / "out.jsonl") == wanted
     answers = [m for record in wanted for m in record["messages"] if m["role"] == "assistant"]
     assert report["unfinished"] == sum(not answer["finished"] for answer in answers) > 0
@@ -179,6 +182,87 @@ def test_failures_are_listed_and_bounded(tmp_path: Path, start_server: Start) ->
     again = make(data, NO_MODEL, tmp_path / "out.jsonl", Server(url), max_failures=2)
     assert again == report
     assert len(read(log)) == before + 2, "only the failed ones are asked again"
+
+
+def asking(*texts: str) -> list[dict[str, Any]]:
+    return [{"id": text, "messages": [{"role": "user", "content": text}]} for text in texts]
+
+
+def test_an_odd_reply_is_a_failed_answer(tmp_path: Path, start_server: Start) -> None:
+    url, _ = start_server()
+    records = asking("Hi", *(f"ODD {name}" for name in ODD), "Bye")
+    data = write(tmp_path / "a.jsonl", records)
+    report = make(data, NO_MODEL, tmp_path / "out.jsonl", Server(url, tries=1))
+    reasons = {failure["source"].split(":ODD ")[1]: failure["reason"] for failure in report["failures"]}
+    assert list(reasons) == list(ODD)
+    assert all(len(reason) < 300 and "\n" not in reason for reason in reasons.values()), reasons
+    assert "finish_reason ['stop']" in reasons["reason is a list"]
+    assert "nested too deeply" in reasons["nested"]
+    assert reasons["not packed"].startswith("DecodingError")
+    assert reasons["rot13"] == "status 400: no"
+    assert shown(tmp_path / "out.jsonl") == expected(asking("Hi", "Bye"))
+
+
+def test_a_reply_that_never_ends_is_given_up(tmp_path: Path, start_server: Start) -> None:
+    """Every piece of it comes in time; the whole does not."""
+    url, log = start_server()
+    data = write(tmp_path / "a.jsonl", asking("DRIP", "Hi"))
+    begun = time.monotonic()
+    report = make(data, NO_MODEL, tmp_path / "out.jsonl", Server(url, tries=2, timeout=0.3))
+    assert time.monotonic() - begun < 5
+    (failure,) = report["failures"]
+    assert failure["reason"] == "no whole reply in 0.3 seconds (after 2 tries)"
+    assert len(read(log)) == 3
+    assert shown(tmp_path / "out.jsonl") == expected(asking("Hi"))
+
+
+@pytest.mark.parametrize("ids", ["[5, 6, 2]", '"abc"', "[-1]", "[99999999]", "[true]"])
+def test_ids_that_are_not_tokens_of_the_text_are_dropped(
+    tmp_path: Path,
+    start_server: Start,
+    ending_target_dir: Path,
+    ids: str,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    url, _ = start_server("--ids", ids if ids.startswith("[") else f"[{ids}]")
+    data = write(tmp_path / "a.jsonl", chats(9))
+    report = make(data, ending_target_dir, tmp_path / "out.jsonl", Server(url))
+    assert shown(tmp_path / "out.jsonl") == expected(chats(9))
+    assert report["answer_tokens"] == 0
+    lines = capsys.readouterr().err.strip().splitlines()
+    assert lines[-1].startswith(f"{report['answers']} answers are kept as text: the token ids")
+
+
+@pytest.mark.parametrize("records", [asking("FAIL"), asking("FAIL", "FAIL 2")])
+def test_no_answer_at_all_is_an_error(
+    tmp_path: Path,
+    start_server: Start,
+    records: list[dict[str, Any]],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    url, _ = start_server()
+    data, out = write(tmp_path / "a.jsonl", records), tmp_path / "out.jsonl"
+    with pytest.raises(SystemExit) as left:
+        main(["regenerate", str(data), "--target", NO_MODEL, "--server", url, "--out", str(out)])
+    assert left.value.code == 2
+    said = capsys.readouterr()
+    told = f"error: {out}: not written: no answer was made, {len(records)} failed"
+    assert said.err.strip().splitlines()[-1].startswith(told)
+    assert not said.out
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.jsonl", "out.jsonl.work", "server-0.log"]
+
+
+def test_a_list_of_models_that_is_none_or_long(tmp_path: Path, start_server: Start) -> None:
+    data = write(tmp_path / "a.jsonl", chats(1))
+    nested, _ = start_server("--models", "nested")
+    many, _ = start_server("--models", ",".join(f"model-{i}" for i in range(5000)))
+    for url, told in [
+        (nested, "gives no list of models .the reply is nested too deeply.; start the server"),
+        (many, "serves model-0, model-1, model-2, model-3, model-4 and 4,995 more, wanted"),
+    ]:
+        with pytest.raises(UserError, match=told) as raised:
+            make(data, NO_MODEL, tmp_path / "out.jsonl", Server(url))
+        assert len(str(raised.value)) < 400
 
 
 def test_a_server_that_dies_stops_the_run_with_one_line(tmp_path: Path, start_server: Start) -> None:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from eagle_train.errors import UserError
+from eagle_train.io import write_json
 from eagle_train.regenerate.answers import Answer
+from eagle_train.regenerate.output import finished_report, report_of
 from eagle_train.regenerate.work import folder_of, open_work
 
 IDENTITY: dict[str, Any] = {
@@ -16,7 +19,7 @@ IDENTITY: dict[str, Any] = {
     "generated_by": {"model": "m", "temperature": 0.0},
 }
 FIRST, SECOND, THIRD = (("a-0", 0), ("a-0", 1), ("b-0", 0))
-ANSWER = Answer("Hé\n🙂", True, [3, 2], "thought", [{"type": "function"}])
+ANSWER = Answer("Hé\n🙂", True, [3, 2], "thought", [{"type": "function", "function": {"name": "f"}}])
 
 
 def test_answers_come_back_as_they_were(tmp_path: Path) -> None:
@@ -105,6 +108,88 @@ def test_damage_in_the_middle_is_named(tmp_path: Path) -> None:
         work.put(SECOND, ANSWER)
     part = folder_of(tmp_path / "out") / "part-00000.jsonl"
     part.write_bytes(b"{" + part.read_bytes())
-    told = pytest.raises(UserError, match=r"part-00000.jsonl: damaged at byte 0 .*remove .*out.work")
+    told = pytest.raises(UserError, match=r"part-00000.jsonl:1: damaged .*remove .*out.work")
     with told, open_work(tmp_path / "out", IDENTITY, 0):
         raise AssertionError("opened all the same")
+
+
+GOOD = {"role": "assistant", "content": "x", "answer_ids": [3, 2], "finished": True}
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        {"row_id": "b-0", "turn": 0},
+        {"row_id": "b-0", "turn": 0, "answer": 5},
+        {"row_id": "b-0", "turn": 0, "answer": {}},
+        *[
+            {"row_id": "b-0", "turn": 0, "answer": {**GOOD, **odd}}
+            for odd in (
+                {"content": None},
+                {"answer_ids": "abc"},
+                {"answer_ids": [-1]},
+                {"answer_ids": [2**31]},
+                {"answer_ids": [True]},
+                {"finished": "yes"},
+                {"reasoning_content": 5},
+                {"tool_calls": [5]},
+                {"tool_calls": [{"function": {"name": 5}}]},
+            )
+        ],
+        {"row_id": 5, "turn": 0, "answer": GOOD},
+        {"row_id": "b-0", "turn": "0", "answer": GOOD},
+        {"row_id": "b-0", "turn": 0, "failed": [1]},
+        5,
+        [],
+        "[" * 200_000,
+        '"\\ud800',
+        b"\xff",
+    ],
+)
+def test_an_edited_line_is_named(tmp_path: Path, line: Any) -> None:
+    with open_work(tmp_path / "out", IDENTITY, 0) as work:
+        work.put(FIRST, ANSWER)
+    part = folder_of(tmp_path / "out") / "part-00000.jsonl"
+    written = line if isinstance(line, (str, bytes)) else json.dumps(line)
+    written = written.encode() if isinstance(written, str) else written
+    part.write_bytes(part.read_bytes() + written + b"\n")
+    told = pytest.raises(UserError, match=r"part-00000.jsonl:2: .*; remove the line or .*out.work$")
+    with told, open_work(tmp_path / "out", IDENTITY, 0):
+        raise AssertionError("opened all the same")
+
+
+@pytest.mark.parametrize(
+    "edited",
+    [
+        json.dumps({**IDENTITY, "generated_by": 5}),
+        json.dumps({**IDENTITY, "generated_by": ["model"]}),
+        json.dumps({**IDENTITY, "inputs": [5]}),
+        json.dumps({**IDENTITY, "inputs": 5}),
+        "[" * 200_000,
+    ],
+)
+def test_edited_settings_are_named(tmp_path: Path, edited: str) -> None:
+    with open_work(tmp_path / "out", IDENTITY, 0):
+        pass
+    (folder_of(tmp_path / "out") / "settings.json").write_text(edited)
+    told = pytest.raises(UserError, match=r"settings.json: .*(damaged|nested|JSON|another --out)")
+    with told, open_work(tmp_path / "out", IDENTITY, 0):
+        raise AssertionError("opened all the same")
+
+
+@pytest.mark.parametrize(
+    "edit",
+    [{"failed": None}, {"read": 5}, {"answers": "many"}, {"generated_by": 5}, {"failures": [{}]}],
+)
+def test_an_edited_report_is_named(tmp_path: Path, edit: dict[str, Any]) -> None:
+    read = {"skipped": {}, "bad": 0}
+    counts = {"conversations": 1, "answers": 1, "unfinished": 0, "answer_tokens": 2, "empty": 0}
+    good = {**IDENTITY, "read": read, **counts, "failed": 0, "failures": []}
+    out = tmp_path / "out"
+    out.touch()
+    write_json(report_of(out), good)
+    assert finished_report(out, IDENTITY) == good
+    edited = {name: value for name, value in {**good, **edit}.items() if value is not None}
+    write_json(report_of(out), edited)
+    with pytest.raises(UserError, match=r"out.report.json: damaged or edited"):
+        finished_report(out, IDENTITY)
