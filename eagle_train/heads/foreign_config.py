@@ -116,6 +116,8 @@ def resolve(
 def _medusa(reader: _Reader, tensors: ForeignTensors) -> Resolved:
     """Sizes come from the weights: configs of Medusa heads name few. Layers and attention mean nothing."""
     output_maps = [value for name, value in tensors.weights.items() if name.startswith("lm_heads.")]
+    if output_maps[0].ndim != 2 or not output_maps[0].numel():
+        raise UserError(f"{reader.where}: lm_heads are {list(output_maps[0].shape)}, wanted matrices [V, H]")
     vocabulary, hidden = output_maps[0].shape
     said = reader.get("vocab_size")
     if reader.get("original_lm_head") or (said is not None and said != vocabulary):

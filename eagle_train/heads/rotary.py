@@ -49,6 +49,8 @@ def frequencies(config: HeadConfig) -> tuple[Tensor, float]:
     kind = config.rope_parameters["rope_type"]
     if kind not in _FIXED:
         raise UserError(f"head: rope_type '{kind}' is not supported, wanted one of {', '.join(_FIXED)}")
+    if config.head_dim < 2 or config.head_dim % 2:
+        raise UserError(f"head: head_dim is {config.head_dim}, wanted an even number: RoPE turns pairs")
     try:
         llama = LlamaConfig(
             hidden_size=config.hidden_size,

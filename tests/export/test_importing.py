@@ -177,3 +177,29 @@ def test_a_foreign_head_is_scored_as_its_original_and_only_with_the_targets_tabl
     save_file(tensors | {"embed_tokens.weight": 2 * target.embedding}, file)
     with pytest.raises(UserError, match=r"its embed_tokens\.weight is not the target's"):
         score(theirs)
+
+
+@pytest.mark.parametrize("odd", ["x", -1, 1e9, [8]])
+def test_a_targets_depth_that_is_no_count_is_named(odd, head_dir, tmp_path):
+    theirs = _as_spec_forge(head_dir("eagle3", feature_layers=(2, 4, 5)), tmp_path / "theirs")
+    target = _target(tmp_path / "target")
+    write_json(tmp_path / "target" / "config.json", {"num_hidden_layers": odd})
+    with pytest.raises(UserError, match=r"target: num_hidden_layers is .* in its config\.json, wanted"):
+        import_head(theirs, tmp_path / "ours", target=target)
+    write_json(tmp_path / "target" / "config.json", {"num_hidden_layers": 8, "text_config": 5})
+    assert import_head(theirs, tmp_path / "ours", target=target)["feature_layers"] == [2, 4, 5]
+
+
+def test_weights_that_are_no_numbers_are_neither_imported_nor_exported(head_dir, tmp_path):
+    source = head_dir("eagle3", feature_layers=(2, 4, 5))
+    file = source / "model.safetensors"
+    tensors = {name: tensor.clone() for name, tensor in load_file(file).items()}  # the file is written over
+    tensors["norm.weight"][3] = float("nan")
+    save_file(tensors, file)
+    theirs, told = _as_spec_forge(source, tmp_path / "theirs"), Told(layer_ids=(2, 4, 5))
+    with pytest.raises(UserError, match=r"theirs: norm\.weight holds NaN or infinity"):
+        import_head(theirs, tmp_path / "ours", told=told)
+    with pytest.raises(UserError, match=r"head: norm\.weight holds NaN or infinity"):
+        export(source, tmp_path / "served", engine="vllm", target=_target(tmp_path / "target"))
+    assert not (tmp_path / "ours").exists()
+    assert not (tmp_path / "served").exists()

@@ -171,6 +171,18 @@ def test_a_vocabulary_map_must_hold_each_of_the_targets_ids_once(change, words, 
         read_foreign(write(tmp_path / "head", EAGLE3, tensors))
 
 
+@pytest.mark.parametrize("shape", [(3,), (2, 2, 2), (0, 32)])
+def test_medusas_output_maps_are_matrices(shape, tmp_path):
+    with pytest.raises(UserError, match=r"lm_heads are \[.*\], wanted matrices"):
+        read_foreign(write(tmp_path / "head", {}, {"lm_heads.0.weight": torch.ones(shape)}))
+
+
+def test_a_head_dim_that_follows_from_the_weights_must_be_even(tmp_path):
+    tensors = eagle3_tensors("midlayer") | {"midlayer.self_attn.q_proj.weight": torch.ones(12, 64)}
+    with pytest.raises(UserError, match="head_dim is 3, wanted an even number"):
+        read_foreign(write(tmp_path / "head", {**EAGLE3, "head_dim": None}, tensors))
+
+
 @pytest.mark.parametrize("odd", [float("nan"), float("inf")])
 def test_weights_that_are_no_numbers_are_named(odd, tmp_path):
     tensors = eagle3_tensors("midlayer")
