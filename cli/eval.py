@@ -22,8 +22,21 @@ EXAMPLES = """
     eagle eval run/ --predict shards/ --gamma 5
 """
 
+# What each mode reads; any other option given with it would be ignored, so it is refused.
+_ALWAYS = {"head", "target", "dtype", "chat_template", "trust_remote_code", "as_json"}
+_READ = {
+    "--predict": _ALWAYS
+    | {"predict", "draft", "gamma", "temperature", "top_p", "top_k_sampling", "other_target"},
+    "--against-server": _ALWAYS | {"against_server", "questions", "num_questions", "max_new_tokens"},
+}
+_WHY = {
+    "--predict": "--predict decodes nothing",
+    "--against-server": "--against-server compares a greedy chain as long as the server's",
+}
+
 
 def run(
+    context: typer.Context,
     head: str | None = typer.Argument(
         None,
         metavar="[HEAD]",
@@ -95,7 +108,8 @@ def run(
         None,
         "--against-server",
         metavar="URL",
-        help="Ask a running vLLM server the first turns greedily; compare its counters with our chain's.",
+        help="Ask a running vLLM server the first turns greedily; compare its texts and counters with our "
+        "chain's. Exit code 1 where anything differs.",
     ),
     seed: options.Seed = 0,
     device_map: str | None = typer.Option(
@@ -113,28 +127,19 @@ def run(
     from eagle_train.errors import UserError
 
     temperatures = temperature or [0.0]
+    mode = "--predict" if predict is not None else "--against-server" if against_server is not None else None
+    if mode is not None:
+        _refuse_unread(context, mode)
+    if other_target and mode is None:
+        raise UserError("eagle eval: --other-target is for --predict; drop it, decoding warns by itself")
     if predict is not None:
         from eagle_train.decoding.sampling import Sampling
 
-        decoding = {
-            "--method": method,
-            "--questions": questions,
-            "--num-questions": num_questions,
-            "--max-turns": max_turns,
-            "--draft more than once": len(draft or []) > 1,
-            "--tree-tokens": tree_tokens,
-            "--top-k": top_k,
-            "--depth": depth,
-            "--temperature more than once": len(temperatures) > 1,
-            "--block": block,
-            "--repetition-penalty": repetition_penalty != 1,
-            "--device-map": device_map,
-            "--report": report,
-        }
-        if idle := [option for option, value in decoding.items() if value]:
-            raise UserError(
-                f"eagle eval: --predict decodes nothing, so {idle[0]} has no meaning; drop one of the two"
-            )
+        for option, values in (("--draft", draft or []), ("--temperature", temperatures)):
+            if len(values) > 1:
+                raise UserError(
+                    f"eagle eval: --predict takes one {option}, got {len(values)}; drop the others"
+                )
         if head is None:
             raise UserError("eagle eval: --predict needs HEAD; give a run or a head directory")
         shapes = options.draft_shapes(draft or ["chain"], gamma, tree_tokens, top_k, depth)
@@ -154,11 +159,6 @@ def run(
     if target is None:
         raise UserError("eagle eval: no --target; give the model that the head was trained for")
     if against_server is not None:
-        others = {"--method": method, "--draft": draft, "--report": report, "--temperature": temperature}
-        if idle := [option for option, value in others.items() if value]:
-            raise UserError(
-                f"eagle eval: --against-server compares a greedy chain, so {idle[0]} has no meaning; drop it"
-            )
         if head is None or len(questions or []) > 1:
             raise UserError("eagle eval: --against-server needs HEAD, and one --questions at most")
         return _against_server(
@@ -213,6 +213,18 @@ def run(
     return _say(reports, report or [], head, as_json)
 
 
+def _refuse_unread(context: typer.Context, mode: str) -> None:
+    """Raise UserError for the first option on the command line that `mode` does not read."""
+    from eagle_train.errors import UserError
+
+    for parameter in context.command.params:
+        source = context.get_parameter_source(str(parameter.name))
+        given = source is not None and not source.name.startswith("DEFAULT")
+        if given and parameter.name not in _READ[mode]:
+            option = parameter.opts[0]
+            raise UserError(f"eagle eval: {_WHY[mode]}, so {option} has no meaning; drop one of the two")
+
+
 def _say(reports: list[dict[str, Any]], files: list[str], head: str | None, as_json: bool) -> int:
     """Print the reports and write them into `files`; return the exit code."""
     from eagle_train.evaluation.grid import write_reports
@@ -264,8 +276,8 @@ def _predict(
 
 
 def _against_server(head: str, target: str, url: str, as_json: bool, **given: Any) -> int:
-    from eagle_train.evaluation.server import compare_with_server, server_lines
+    from eagle_train.evaluation.server import compare_with_server, server_fault, server_lines
 
     report = compare_with_server(head, target, url, **given)
     print(json.dumps(report, indent=2, ensure_ascii=False) if as_json else "\n".join(server_lines(report)))
-    return 0
+    return options.fail_on(server_fault(report))

@@ -6,15 +6,17 @@ those of everything that it serves: nobody else should ask it meanwhile.
 
 from __future__ import annotations
 
+import contextlib
+import http.client
 import json
 import re
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from eagle_train.decoding.drafters import Drafter
 from eagle_train.decoding.loop import Generation, Settings, generate
@@ -27,10 +29,15 @@ from eagle_train.evaluation.questions import Question, conversations, read_quest
 from eagle_train.progress import progress
 from eagle_train.targets.load import Target, dtype_name, load_target
 
-_SAMPLE = re.compile(r"^(vllm:spec_decode_\w+?)(?:_total)?(\{[^}]*\})? (\S+)$", re.MULTILINE)
+_SAMPLE = re.compile(
+    r"^vllm:spec_decode_num_(drafts|accepted_tokens|accepted_tokens_per_pos)(?:_total)?(\{[^}]*\})? (\S+)",
+    re.MULTILINE,
+)
 _POSITION = re.compile(r'position="(\d+)"')
 _SETTLE_SECONDS = 5.0  # counters follow the answer by a moment
 _REQUEST_SECONDS = 600.0
+_ODD = (KeyError, TypeError, ValueError, AttributeError, IndexError, OverflowError, RecursionError)
+Taken = TypeVar("Taken")
 
 
 @dataclass(frozen=True)
@@ -42,10 +49,15 @@ class Counters:
     by_position: tuple[int, ...] = ()
 
     def __sub__(self, other: Counters) -> Counters:
-        pairs = zip(self.by_position, other.by_position or (0,) * len(self.by_position), strict=True)
-        return Counters(
-            self.drafts - other.drafts, self.accepted - other.accepted, tuple(a - b for a, b in pairs)
-        )
+        """Return what was counted since `other`. Raises ValueError where a counter went down or away."""
+        before = other.by_position or (0,) * len(self.by_position)
+        if len(before) != len(self.by_position):
+            raise ValueError(f"{len(before)} positions before, {len(self.by_position)} now")
+        now, then = ((c.drafts, c.accepted) for c in (self, other))
+        counted = [a - b for a, b in zip((*now, *self.by_position), (*then, *before), strict=True)]
+        if min(counted) < 0:
+            raise ValueError("a counter went down")
+        return Counters(counted[0], counted[1], tuple(counted[2:]))
 
     @property
     def figures(self) -> dict[str, Any]:
@@ -73,33 +85,46 @@ def chain_counters(made: Generation, gamma: int) -> Counters:
 
 
 def read_counters(text: str) -> Counters:
-    """Read Prometheus text; counters of several engines or models are added up."""
-    sums: dict[str, float] = {}
-    positions: dict[int, float] = {}
+    """Read Prometheus text; counters of several engines or models are added up.
+
+    Raises ValueError, OverflowError or KeyError for a number or a position that no counter has.
+    """
+    sums: dict[str, int] = {}
+    positions: dict[int, int] = {}
     for name, labels, value in _SAMPLE.findall(text):
-        if name.endswith("_per_pos"):
-            if found := _POSITION.search(labels or ""):
-                positions[int(found[1])] = positions.get(int(found[1]), 0.0) + float(value)
-        else:
-            sums[name] = sums.get(name, 0.0) + float(value)
-    return Counters(
-        int(sums.get("vllm:spec_decode_num_drafts", 0)),
-        int(sums.get("vllm:spec_decode_num_accepted_tokens", 0)),
-        tuple(int(positions[at]) for at in sorted(positions)),
-    )
+        count = int(float(value))
+        if count < 0:
+            raise ValueError(f"{name} is {value}")
+        if not name.endswith("_per_pos"):
+            sums[name] = sums.get(name, 0) + count
+        elif found := _POSITION.search(labels):
+            positions[int(found[1])] = positions.get(int(found[1]), 0) + count
+    by_position = tuple(positions[at] for at in range(len(positions)))
+    return Counters(sums.get("drafts", 0), sums.get("accepted_tokens", 0), by_position)
+
+
+def _first_model(text: str) -> str:
+    name = json.loads(text)["data"][0]["id"]
+    if not isinstance(name, str):
+        raise TypeError("the id is no text")
+    return name
+
+
+def _token_ids(text: str) -> list[int]:
+    ids = json.loads(text)["choices"][0]["token_ids"]
+    if not isinstance(ids, list) or not all(type(token) is int and token >= 0 for token in ids):
+        raise TypeError("token_ids are no list of numbers")
+    return ids
 
 
 class Engine:
-    """A vLLM server at `url`. Every fault of reaching it is a UserError naming the address."""
+    """A vLLM server at `url`. Every fault of reaching or reading it is a UserError naming the address."""
 
     def __init__(self, url: str) -> None:
         self.url = url.rstrip("/").removesuffix("/v1")
         if not self.url.startswith(("http://", "https://")):
             raise UserError(f"--against-server {url}: wanted an address such as http://localhost:8000")
-        models = json.loads(self._get("/v1/models")).get("data") or []
-        if not models:
-            raise UserError(f"{self.url}/v1/models: names no model; wanted a vLLM server")
-        self.model = str(models[0]["id"])
+        self.model = self._read("/v1/models", _first_model, "a list of models")
 
     def counters(self) -> Counters:
         """Return the counters now. Raises UserError where the server drafts nothing."""
@@ -109,7 +134,13 @@ class Engine:
                 f"{self.url}/metrics: no vllm:spec_decode counters; wanted a vLLM server that was started "
                 "with --speculative-config and without --disable-log-stats"
             )
-        return read_counters(text)
+        found = self._taken("/metrics", text, read_counters, "vLLM's counters")
+        if not found.by_position:
+            raise UserError(
+                f"{self.url}/metrics: no accepted guesses by position, which tell the chain's length; wanted "
+                "a vLLM server that drafts chains"
+            )
+        return found
 
     def settled(self) -> Counters:
         """Return the counters once two readings agree."""
@@ -132,23 +163,39 @@ class Engine:
             "stop_token_ids": list(eos_ids),
             "return_token_ids": True,
         }
-        ids = json.loads(self._get("/v1/completions", body))["choices"][0].get("token_ids")
-        if ids is None:
-            raise UserError(f"{self.url}: gives no token ids (return_token_ids); wanted vLLM 0.11 or later")
-        return list(ids)
+        what = "a completion with token ids (return_token_ids, vLLM 0.11 or later)"
+        return self._read("/v1/completions", _token_ids, what, body)
+
+    def _read(
+        self, path: str, take: Callable[[str], Taken], what: str, body: dict[str, Any] | None = None
+    ) -> Taken:
+        return self._taken(path, self._get(path, body), take, what)
+
+    def _taken(self, path: str, text: str, take: Callable[[str], Taken], what: str) -> Taken:
+        """Return what `take` finds in a reply; the one place where odd replies become UserError."""
+        try:
+            return take(text)
+        except _ODD as error:
+            reason = f"{type(error).__name__}: {error}"[:80]
+            raise UserError(
+                f"{self.url}{path}: {reason}, in a reply that begins {' '.join(text[:60].split())!r}; wanted "
+                f"{what}: is this a vLLM server?"
+            ) from error
 
     def _get(self, path: str, body: dict[str, Any] | None = None) -> str:
         data = None if body is None else json.dumps(body).encode()
         headers = {"Content-Type": "application/json"} if data else {}
-        request = urllib.request.Request(self.url + path, data=data, headers=headers)
         try:
+            request = urllib.request.Request(self.url + path, data=data, headers=headers)
             with urllib.request.urlopen(request, timeout=_REQUEST_SECONDS) as response:
                 return response.read().decode("utf-8")
         except urllib.error.HTTPError as error:
-            said = error.read().decode("utf-8", "replace").strip()[:200]
-            raise UserError(f"{self.url}{path}: answered {error.code} {error.reason} ({said})") from error
-        except (OSError, ValueError) as error:
-            reason = getattr(error, "reason", None) or error
+            with contextlib.suppress(OSError, http.client.HTTPException):
+                said = error.read().decode("utf-8", "replace").strip()[:200]
+                raise UserError(f"{self.url}{path}: answered {error.code} {error.reason} ({said})") from error
+            raise UserError(f"{self.url}{path}: answered {error.code} {error.reason}") from error
+        except (OSError, ValueError, http.client.HTTPException) as error:
+            reason = getattr(error, "reason", None) or str(error) or type(error).__name__
             raise UserError(f"{self.url}{path}: cannot be reached ({reason}); is the server up?") from error
 
 
@@ -186,8 +233,13 @@ def compare_with_server(
             prompt = conversation.ask(0)
             theirs = engine.answer(prompt, max_new_tokens, target.eos_ids)
             after = engine.settled()
-            served, before = after - before, after
-            gamma = max(len(served.by_position), 1)
+            try:
+                served, before = after - before, after
+            except ValueError as error:
+                raise UserError(
+                    f"{engine.url}/metrics: {error} since the prompt before; was the server restarted?"
+                ) from error
+            gamma = len(served.by_position)
             drafter = drafter or head_drafter(loaded, target, Chain(gamma), Sampling())
             made = generate(target, drafter, prompt, settings)
             sides.append((chain_counters(made, gamma), served))
@@ -198,6 +250,11 @@ def compare_with_server(
                 differences.append({**place, **counts})
             bar.advance(1)
     loop, server = (add_up([side[i] for side in sides]) for i in (0, 1))
+    if not server.drafts:
+        raise UserError(
+            f"{engine.url}/metrics: not one draft was counted in {len(sides)} prompts, so nothing could be "
+            "compared; does the server draft, and has --max-new-tokens room for it?"
+        )
     return {
         "head": str(head),
         "target": target.name,
@@ -210,6 +267,18 @@ def compare_with_server(
         "max_new_tokens": max_new_tokens,
         "differences": differences,
     }
+
+
+def server_fault(report: dict[str, Any]) -> str | None:
+    """Return a sentence where ids or counters of server and loop differ anywhere, else None."""
+    if not report["differences"]:
+        return None
+    first = report["differences"][0]
+    what = "counters" if first["same_text"] else "text"
+    return (
+        f"server and loop differ on {len(report['differences'])} of {report['prompts']} prompts; first: "
+        f"question {first['question']}, in its {what}"
+    )
 
 
 def server_lines(report: dict[str, Any]) -> list[str]:

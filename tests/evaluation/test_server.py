@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socketserver
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -17,7 +18,14 @@ from eagle_train.decoding.loop import Settings, generate, plain
 from eagle_train.decoding.shapes import Chain
 from eagle_train.errors import UserError
 from eagle_train.evaluation.questions import Question, conversations
-from eagle_train.evaluation.server import Counters, compare_with_server, read_counters, server_lines
+from eagle_train.evaluation.server import (
+    Counters,
+    Engine,
+    compare_with_server,
+    read_counters,
+    server_fault,
+    server_lines,
+)
 from eagle_train.heads.config import HeadConfig
 from eagle_train.heads.disk import build_head, load_head, save_head
 from eagle_train.targets.load import Target, load_target
@@ -152,6 +160,7 @@ def test_the_loop_and_a_server_that_does_the_same_agree_prompt_by_prompt(engine,
     assert report["loop"]["accepted_by_position"] == [count / served[0] for count in served[2:]]
     assert served[1] > 0  # or nothing was compared
     assert server_lines(report)[-1] == "  every text and every counter equal"
+    assert server_fault(report) is None
 
 
 def test_a_server_with_another_head_is_told_by_its_counters(engine, target, head, tmp_path):
@@ -165,6 +174,7 @@ def test_a_server_with_another_head_is_told_by_its_counters(engine, target, head
     assert report["differences"]
     assert all(difference["same_text"] for difference in report["differences"])
     assert "prompts differ, 0 of them in their text" in server_lines(report)[-1]
+    assert server_fault(report).endswith("of 3 prompts; first: question 0, in its counters")
 
 
 def test_servers_that_cannot_be_used_are_one_line(engine, target, head):
@@ -198,4 +208,135 @@ def test_the_command_prints_both_sides_and_refuses_what_it_cannot_compare(
     assert lines[2].startswith("  our loop, fp32: acceptance length ")
     assert lines[3] == "  every text and every counter equal"
     assert run("--draft", "dynamic") == 2
-    assert "--against-server compares a greedy chain, so --draft has no meaning" in capsys.readouterr().err
+    assert "chain as long as the server's, so --draft has no meaning" in capsys.readouterr().err
+    answer = engine.answer
+    engine.answer = lambda body: [*answer(body)[:-1], 7]
+    assert run("--num-questions", "1", "--max-new-tokens", "8", "--dtype", "fp32") == 1
+    differs = "error: server and loop differ on 1 of 1 prompts; first: question 0, in its text"
+    assert capsys.readouterr().err.splitlines()[-1].startswith(differs[:-22])
+
+
+@pytest.mark.parametrize(
+    ("mode", "options"),
+    [
+        (
+            "--against-server",
+            "--gamma=2 --max-turns=1 --block --top-p=0.5 --temperature=0 --seed=1 --report=x.csv --window=9 "
+            "--method=plain --other-target --allow-bin --device-map=auto --top-k-sampling=4 --predict=x",
+        ),
+        (
+            "--predict",
+            "--window=9 --level=3 --guesses=4 --max-new-tokens=5 --seed=0 --against-server=http://x --block "
+            "--repetition-penalty=1.0 --top-k=4 --allow-bin --questions=x --num-questions=3 --report=x.csv",
+        ),
+    ],
+)
+def test_an_option_that_a_mode_does_not_read_is_refused(mode, options, capsys):
+    from eagle_cli.main import main
+
+    for option in options.split():
+        with pytest.raises(SystemExit) as left:
+            main(["eval", "head", "--target", "t", f"{mode}=http://127.0.0.1:9", option])
+        error = capsys.readouterr().err
+        assert left.value.code == 2
+        assert error.startswith("error: eagle eval: --")
+        assert "has no meaning" in error
+        assert option.split("=")[0] in error
+        assert error.count("\n") == 1
+
+
+_MODELS = json.dumps({"data": [{"id": "served"}]})
+_ODD_REPLIES = [
+    *(("/v1/models", text) for text in ("<html>", "[]", "{}", '["x"]', '{"data": ["x"]}', '{"data": [{}]}')),
+    *(("/v1/models", text) for text in ('{"data": []}', '{"data": [{"id": 5}]}', "[" * 100_000, "\xff")),
+    *(("/metrics", _METRICS.replace("33.0", text)) for text in ("NaN", "+Inf", "abc", "-1")),
+    ("/metrics", _METRICS.replace('position="1"', 'position="7"')),
+    ("/metrics", "\n".join(line for line in _METRICS.splitlines() if "per_pos" not in line)),
+    *(("/v1/completions", text) for text in ("<html>", "[1]", "{}", '{"choices": []}', '{"choices": [{}]}')),
+    *(
+        ("/v1/completions", json.dumps({"choices": [{"token_ids": ids}]}))
+        for ids in (None, 5, "ab", [1.5], [True], [-1], {"0": 1})
+    ),
+]
+
+
+def _raw(text: str) -> bytes:
+    return b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % len(text) + text.encode("latin-1")
+
+
+@pytest.fixture
+def replies() -> Iterator[tuple[str, dict[str, Any]]]:
+    """An address, and what is said there on each path: bytes, or a list of them, one after the other."""
+    said: dict[str, Any] = {}
+
+    class Raw(socketserver.StreamRequestHandler):
+        def handle(self) -> None:
+            path, size = self.rfile.readline().split()[1].decode(), 0
+            while (line := self.rfile.readline().strip()) != b"":
+                size = int(line.split()[1]) if line.lower().startswith(b"content-length") else size
+            self.rfile.read(size)
+            answer = said[path]
+            self.wfile.write(
+                answer if isinstance(answer, bytes) else answer.pop(0) if answer[1:] else answer[0]
+            )
+
+    with socketserver.ThreadingTCPServer(("127.0.0.1", 0), Raw) as served:
+        thread = threading.Thread(target=served.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True)
+        thread.start()
+        said |= {"/v1/models": _raw(_MODELS), "/metrics": _raw(_METRICS)}
+        yield f"http://127.0.0.1:{served.server_address[1]}", said
+        served.shutdown()
+        thread.join()
+
+
+@pytest.mark.parametrize(("path", "text"), _ODD_REPLIES)
+def test_an_odd_reply_is_one_line(replies, path, text):
+    url, said = replies
+    said[path] = _raw(text)
+    with pytest.raises(UserError) as caught:
+        engine = Engine(url)
+        engine.counters()
+        engine.answer([1], 4, [])
+    assert str(caught.value).startswith(f"{url}{path}: ")
+
+
+@pytest.mark.parametrize(
+    "reply",
+    [
+        b"",
+        b"nonsense\r\n\r\n",
+        b"HTTP/1.1 200 OK\r\nContent-Length: 99\r\n\r\nshort",
+        b"HTTP/1.1 500 No\r\n\r\n",
+    ],
+)
+def test_a_broken_reply_is_one_line(replies, reply):
+    url, said = replies
+    said["/v1/models"] = reply
+    with pytest.raises(UserError, match=f"{url}/v1/models: "):
+        Engine(url)
+
+
+@pytest.mark.parametrize("url", ["http://[bad", "http://a b/", "http://x:port", "http://\u2603.\x00"])
+def test_an_impossible_address_is_one_line(url):
+    with pytest.raises(UserError, match=r"^http:.*/v1/models: cannot be reached"):
+        Engine(url)
+
+
+@pytest.mark.parametrize(
+    ("later", "words"),
+    [
+        (_METRICS.replace("40.0", "39.0"), "a counter went down since the prompt before"),
+        (_METRICS.replace(" 9.0", " 8.0"), "a counter went down since the prompt before"),
+        (
+            _METRICS.replace('accepted_tokens_per_pos_total{engine="0",model_name="m",position="2"', "x{"),
+            "3 positions before, 2 now since the prompt before",
+        ),
+        (_METRICS, "not one draft was counted in 1 prompts"),
+    ],
+)
+def test_counters_that_cannot_be_compared_are_one_line(replies, target, head, later, words):
+    url, said = replies
+    said["/metrics"] = [_raw(_METRICS), _raw(_METRICS), _raw(later)]
+    said["/v1/completions"] = _raw(json.dumps({"choices": [{"token_ids": [1]}]}))
+    with pytest.raises(UserError, match=words):
+        compare_with_server(head, target, url, _QUESTIONS[:1], max_new_tokens=2, show=False)
