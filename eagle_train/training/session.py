@@ -164,11 +164,11 @@ class Session:
         """Raise UserError where at least half of the run's steps were skipped, however short it was."""
         steps, skipped = self.state.step, self.state.skipped
         if skipped and 2 * skipped >= steps:
-            taken = f"only {steps - skipped:,}" if steps > skipped else "none"
+            taken = f"only {steps - skipped:,} of {steps:,} steps was" if steps > skipped else "no step was"
             raise UserError(
-                f"{self.out}: {taken} of {steps:,} steps was taken, in the others the gradient was NaN or "
-                "infinite: this head has not learned; lower the learning rate or the loss weights, or look "
-                "for bad features in the shards, and choose another --out"
+                f"{self.out}: {taken} taken, the gradient was NaN or infinite in {skipped:,}: this head has "
+                "not learned; lower the learning rate or the loss weights, or look for bad features in the "
+                "shards, and choose another --out"
             )
 
     def count_skipped(self) -> None:

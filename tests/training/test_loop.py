@@ -109,7 +109,7 @@ def test_a_short_run_of_skipped_steps_ends_in_one_line_every_time(
     norms = iter([1.0] * taken + [float("nan")] * 9)
     monkeypatch.setattr(Engine, "update", lambda self, factor: next(norms))
     for _ in range(2):
-        with pytest.raises(UserError, match=rf"{'only 1' if taken else 'none'} of 4 steps was taken"):
+        with pytest.raises(UserError, match="only 1 of 4 steps was" if taken else "no step was taken"):
             train(tiny_shards_dir, tiny("run.steps=4"), tmp_path / "run", show=False)
 
 
