@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain, islice
 from typing import Any
@@ -135,7 +136,8 @@ def _in_processes(
     waiting: deque[Future[list[Outcome]]] = deque()
     try:
         while batch := list(islice(source, _BATCH)):
-            waiting.append(pool.submit(_encode_batch, batch))
+            with _held_back():  # it may fork
+                waiting.append(pool.submit(_encode_batch, batch))
             if len(waiting) > 2 * processes:
                 yield from waiting.popleft().result()
         while waiting:
@@ -159,12 +161,30 @@ def _start_encoder(spec: EncoderSpec) -> None:
     _encoder = (encoder, len(spec.tokenizer), spec.max_length, spec.last_turn_only)
 
 
+_INTERRUPTS = (signal.SIGINT, signal.SIGTERM)
+
+
+@contextmanager
+def _held_back() -> Iterator[None]:
+    """Let interrupts wait: what a handler raises amid a fork, in a callback of it, Python drops."""
+    if not hasattr(signal, "pthread_sigmask"):  # Windows, which does not fork
+        yield
+        return
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _INTERRUPTS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 def _start_worker(
     tokenizer: Any, template: tuple[Any, ...], max_length: int, last_turn_only: bool, parent: int
 ) -> None:
     """Leave Ctrl-C to the parent, die with it, and keep to one thread."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    if hasattr(signal, "pthread_sigmask"):
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _INTERRUPTS)
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     threading.Thread(target=_die_with, args=(parent,), daemon=True).start()
     _start_encoder(EncoderSpec(tokenizer, ChatTemplate(*template), max_length, last_turn_only))
