@@ -66,6 +66,7 @@ _MAY_LACK: dict[str, Rule] = {
     "rows_fingerprint": _TEXT_OR_NONE,
     "tokenizer_fingerprint": _TEXT_OR_NONE,
     "target_checksum": _TEXT_OR_NONE,
+    "assembled": (lambda value: isinstance(value, bool), "true or false"),
     "index_checksum": _TEXT_OR_NONE,
 }
 _TARGET: dict[str, Rule] = {"name": _TEXT, "fingerprint": _TEXT, "dtype": _TEXT}
@@ -116,11 +117,18 @@ def _check(info: dict[str, Any]) -> None:
     _meet(info, _FIELDS)
     _meet(info, {name: rule for name, rule in _MAY_LACK.items() if name in info})
     _meet(info["target"], _TARGET, "target.")
+    try:
+        json.dumps(info, ensure_ascii=False).encode()
+    except UnicodeError as error:
+        raise _Wrong(f"holds half a character ({error})") from error
     for number, entry in enumerate(info["shards"]):
         _meet_object(entry, _SHARD, f"shards[{number}]")
         _meet(entry, {"plan": _PLAN} if "plan" in entry else {}, f"shards[{number}].")
     for number, row in enumerate(info["skipped"]):
         _meet_object(row, _SKIPPED, f"skipped[{number}]")
+    for name, each in (("num_rows", "rows"), ("tokens", "tokens"), ("labels", "labels")):
+        total = sum(entry[each] for entry in info["shards"])
+        _want(info[name] == total, name, info[name], f"{total}, the sum of its shards")
     names = [entry["file"] for entry in info["shards"]]
     _want(len(set(names)) == len(names), "shards", names, "every file once")
     layers, depth = info["layer_ids"], info["num_layers"]

@@ -242,9 +242,10 @@ class Plan:
         try:
             shards = tuple(_planned(shard) for shard in record["shards"])
             plan = cls(_setting(record["setting"]), record["num_rows"], shards)
-            if sorted(row for shard in shards for row in shard.rows) != list(range(plan.num_rows)):
+            rows = sorted(row for shard in shards for row in shard.rows)
+            if rows != list(range(len(rows))) or plan.num_rows != len(rows):
                 raise ValueError("its batches do not hold every row once")
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
+        except (KeyError, TypeError, ValueError, AttributeError, OverflowError, RecursionError) as error:
             fault = f"{error} is missing" if isinstance(error, KeyError) else str(error)
             raise UserError(
                 f"{folder / PLAN}: damaged or edited ({fault}); delete the folder to start again"

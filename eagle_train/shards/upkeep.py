@@ -76,11 +76,24 @@ def verify(folder: str | Path, show: bool = True) -> dict[str, Any]:
     if info is not None:
         fingerprint, checksum = info["target"]["fingerprint"], info.get("target_checksum")
         target = told(lambda: load_frozen(folder, fingerprint, checksum))
-        listing = told(lambda: open_shards(folder))
+        listing = told(lambda: open_shards(folder)) + _plan_faults(folder, info)
         if not faults:
             listing += listing_faults(folder, info, [open_shard(folder / name) for name in expected])
     found["faults"] = [*faults, *target, *listing]
     return {**found, "advice": _advice(folder, bool(faults), bool(target))}
+
+
+def _plan_faults(folder: Path, info: dict[str, Any]) -> list[str]:
+    """Return what is wrong with the plan of an extraction that is finished; none goes on with another."""
+    if not (folder / PLAN).is_file() or info.get("assembled"):
+        return []
+    try:
+        plan = Plan.load(folder)
+    except UserError as error:
+        return [str(error)]
+    if all(plan.identity == made_by for made_by, _ in listed(info).values()):
+        return []
+    return [f"{folder / PLAN}: edited: not the plan of these shards; extract again into another --out"]
 
 
 def _advice(folder: Path, shards: bool, target: bool) -> str:

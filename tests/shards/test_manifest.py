@@ -69,7 +69,10 @@ def test_it_says_what_a_layer_number_means(tiny_shards_dir: Path) -> None:
         (["supervised_frequencies"], {"a": 1}, 'supervised_frequencies: got "a", wanted ids'),
         (["supervised_frequencies"], {"99999": 1}, 'supervised_frequencies: got "99999", wanted ids'),
         (["rows_fingerprint"], [], "rows_fingerprint: got [], wanted a text"),
-        (["num_rows"], 23, "index.safetensors: holds 24 rows, shards.json says 23"),
+        (["num_rows"], 23, "num_rows: got 23, wanted 24, the sum of its shards"),
+        (["shards"], [], "num_rows: got 24, wanted 0"),
+        (["target", "name"], "\ud800", "holds half a character"),
+        (["assembled"], 1, "assembled: got 1, wanted true or false"),
     ],
 )
 def test_an_edited_manifest_is_named_in_one_line(

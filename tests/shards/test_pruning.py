@@ -130,7 +130,7 @@ def test_a_killed_prune_goes_on(half: Path, step: int, monkeypatch: pytest.Monke
 def test_index_and_manifest_are_written_anew_from_whole_shards(half: Path) -> None:
     before = _bytes(half)
     (half / "index.safetensors").write_bytes(b"x")
-    _edit(half, lambda info: info.update(hidden_size=64, labels=info["labels"] + 1))
+    _edit(half, lambda info: info.update(hidden_size=64))
     assert len(_faults(half)) == 2
     assert prune(half, damaged=True, show=False)["removed"] == []
     after = _bytes(half)
@@ -145,12 +145,12 @@ def test_index_and_manifest_are_written_anew_from_whole_shards(half: Path) -> No
         ({"layer_ids": [1, 4, 5]}, "layer_ids: got"),
         ({"plan": "0123456789abcdef"}, "plan: not what the shards hold"),
         ({"supervised_frequencies": {"5": 1}}, "supervised_frequencies: not what"),
-        ({"tokens": 1}, "tokens: not what"),
+        ({"tokens": 1}, "tokens: got 1"),
         ({"hidden_size": -1}, "hidden_size: got -1"),
         ({"target": {}}, r"lacks target\.name"),
     ],
 )
-def test_verify_finds_what_was_edited_and_extract_mends_it(
+def test_verify_finds_what_was_edited(
     copied: Path, change: dict[str, Any], words: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     _edit(copied, lambda info: info.update(change))
@@ -160,6 +160,26 @@ def test_verify_finds_what_was_edited_and_extract_mends_it(
     said = capsys.readouterr()
     assert any(words.replace("\\", "") in line for line in said.out.splitlines())
     assert said.err.splitlines()[-1].endswith("1 faults; run the same eagle extract again")
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"num_rows": 10**15}, "damaged or edited"),
+        ({"setting": {}}, "damaged or edited"),
+        ({"shards": []}, "damaged or edited"),
+        (
+            {"shards": [{"batches": [list(range(24))], "tokens": 1, "labels": 1, "bytes": 1}]},
+            "not the plan of",
+        ),
+    ],
+)
+def test_an_edited_plan_is_a_fault(copied: Path, change: dict[str, Any], words: str) -> None:
+    plan = json.loads((copied / "plan.json").read_text())
+    (copied / "plan.json").write_text(json.dumps({**plan, **change}))
+    (fault,) = _faults(copied)
+    assert fault.startswith(f"{copied / 'plan.json'}: ")
+    assert words in fault
 
 
 def test_the_same_extraction_mends_a_lost_target_and_an_edited_manifest(
