@@ -175,6 +175,22 @@ def test_guesses_beyond_the_last_position_change_nothing(family, sampling):
         plain(target, PROMPT, replace(settings, max_new_tokens=41 - len(PROMPT)))
 
 
+def test_answers_beyond_learned_positions_are_refused_before_any_decoding(tmp_path, tiny_target_dir):
+    from eagle_train.evaluation.evaluate import evaluate
+    from eagle_train.evaluation.methods import Method
+    from eagle_train.evaluation.questions import Question
+
+    save_target(tmp_path / "gpt2", family_config("gpt2", max_position_embeddings=120), tiny_target_dir)
+    asked = [Question("short", "", ("Hi",)), Question("long", "", ("why is it so? " * 4,))]
+    given = {"methods": [Method("lookahead"), Method("draft-model", "first:6")], "show": False}
+    report = evaluate(None, tmp_path / "gpt2", asked[:1], max_new_tokens=20, dtype="fp32", **given)
+    assert all(result["lossless"] for result in report["results"])
+    with pytest.raises(
+        UserError, match=r"^question long with --max-new-tokens 80: \d+ tokens, wanted at most 120"
+    ):
+        evaluate(None, tmp_path / "gpt2", asked, max_new_tokens=80, dtype="fp32", **given)
+
+
 @pytest.mark.parametrize(
     ("family", "setting"),
     [
