@@ -51,8 +51,8 @@ class Source:
         """Return the figures predicted on held-out rows at this checkpoint; None where not recorded."""
         if self.run is None or not self.name.startswith("step-"):
             return None
-        step = int(self.name.removeprefix("step-"))
-        lines = [line for line in read_metrics(self.run) if line["step"] == step and "tau" in line]
+        known = [line for line in read_metrics(self.run) if "tau" in line]
+        lines = [line for line in known if self.name == f"step-{line['step']:06d}"]
         if not lines:
             return None
         figures = {key: lines[-1].get(key) for key in ("tau", "accepted_by_position", "rounds")}

@@ -11,7 +11,7 @@ import torch
 
 from eagle_train.evaluation.heads import open_head
 from eagle_train.export.export import export
-from eagle_train.export.source import find_source
+from eagle_train.export.source import Source, find_source
 from eagle_train.heads.disk import load_head
 from eagle_train.io import load_tensors, write_json
 from eagle_train.recipe_files import load_recipe
@@ -137,3 +137,11 @@ def test_eagle3_export_scores_as_the_run_does(run_dir, tiny_shards_dir, tmp_path
     )
     assert of_run["tau"] == of_export["tau"]
     assert of_run["accepted_histogram"] == of_export["accepted_histogram"]
+
+
+def test_a_folder_that_only_looks_like_a_checkpoint_has_no_figures(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 2, "tau": 1.5}\n')
+    for name in ("step-\u00b2", "step-2", "step-best"):
+        assert Source(folder=tmp_path / "checkpoints" / name, run=tmp_path).acceptance() is None
+    found = Source(folder=tmp_path / "checkpoints" / "step-000002", run=tmp_path).acceptance()
+    assert found["tau"] == 1.5
