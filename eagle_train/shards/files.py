@@ -29,6 +29,16 @@ _DTYPES = {
     "U8": torch.uint8,
 }
 DTYPE_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+_TENSORS = {"input_ids", "loss_mask", "rows", "row_starts", "spans", "span_starts", "last", "label_argmax"}
+    "input_ids",
+    "loss_mask",
+    "rows",
+    "row_starts",
+    "spans",
+    "span_starts",
+    "label_argmax",
+    "label_lse",
+}
 _HEADER: dict[str, type] = {
     "plan": str,
     "shard": int,
@@ -92,7 +102,7 @@ def _check_header(header: dict[str, Any]) -> None:
         if type(header[name]) is not kind:
             raise TypeError(f"{name}: {str(header[name])[:40]!r}")
     if not all(isinstance(text, str) for text in header["row_ids"] + header["conversation_ids"]):
-        raise TypeError("ids of rows that are no texts")
+        raise TypeError("row_ids or conversation_ids: not texts")
 
 
 def open_shard(path: Path) -> ShardFile:
@@ -120,6 +130,8 @@ def open_shard(path: Path) -> ShardFile:
                 raise ValueError(f"tensor {name} has the wrong size")
             layout[name] = (dtype, shape, 8 + length + first)
             end = max(end, 8 + length + last)
+        if absent := _TENSORS - set(layout):
+            raise KeyError(f"lacks tensor {min(absent)}")
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         raise UserError(f"{path}: damaged header ({error}); {mend_shard(path)}") from error
     if end != size:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +13,7 @@ import torch
 from eagle_train.errors import UserError
 from eagle_train.io import load_tensors, save_tensors
 from eagle_train.shards.files import open_shard
+from eagle_train.shards.schema import HEADER_KEY
 
 
 @pytest.fixture
@@ -59,6 +62,26 @@ def test_a_damaged_header_is_refused(shard: Path) -> None:
     content[40:60] = b"\xff" * 20
     shard.write_bytes(content)
     with pytest.raises(UserError, match="damaged header"):
+        open_shard(shard)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"plan": 3}, {"row_ids": [1]}, {"target": None}, {"checksums": []}, {"skipped": {}}, {"tokens": "5"}],
+)
+def test_an_edited_header_is_refused(shard: Path, change: dict[str, Any]) -> None:
+    tensors, metadata = load_tensors(shard)
+    header = {**json.loads(metadata[HEADER_KEY]), **change}
+    save_tensors(shard, tensors, {HEADER_KEY: json.dumps(header)})
+    with pytest.raises(UserError, match=f"damaged header .*{next(iter(change))}"):
+        open_shard(shard)
+
+
+def test_a_shard_without_one_of_its_tensors_is_refused(shard: Path) -> None:
+    tensors, metadata = load_tensors(shard)
+    del tensors["spans"]
+    save_tensors(shard, tensors, metadata)
+    with pytest.raises(UserError, match=r"damaged header .*lacks tensor spans"):
         open_shard(shard)
 
 
