@@ -30,15 +30,6 @@ _DTYPES = {
 }
 DTYPE_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 _TENSORS = {"input_ids", "loss_mask", "rows", "row_starts", "spans", "span_starts", "last", "label_argmax"}
-    "input_ids",
-    "loss_mask",
-    "rows",
-    "row_starts",
-    "spans",
-    "span_starts",
-    "label_argmax",
-    "label_lse",
-}
 _HEADER: dict[str, type] = {
     "plan": str,
     "shard": int,
