@@ -29,7 +29,16 @@ _DTYPES = {
     "U8": torch.uint8,
 }
 DTYPE_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
-_TENSORS = {"input_ids", "loss_mask", "rows", "row_starts", "spans", "span_starts", "last", "label_argmax"}
+_TENSORS = {
+    "input_ids",
+    "loss_mask",
+    "rows",
+    "row_starts",
+    "spans",
+    "span_starts",
+    "last",
+    "label_argmax",
+} | {"label_lse"}
 _HEADER: dict[str, type] = {
     "plan": str,
     "shard": int,
