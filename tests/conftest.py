@@ -13,9 +13,7 @@ from hypothesis import settings
 
 settings.register_profile("eagle", deadline=None)  # machines are noisy; no test is timed
 settings.load_profile("eagle")
-if (
-    signal.getsignal(signal.SIGINT) == signal.SIG_IGN
-):  # in the background; children must hear Ctrl-C
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # in the background; children must hear Ctrl-C
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 _CHATML = (
