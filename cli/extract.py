@@ -111,10 +111,13 @@ def _report(summary: dict[str, Any], rows: Path, target: str, as_json: bool) -> 
     if as_json:
         print(json.dumps(summary))
         return
+    from eagle_train.progress import bytes_text, counted
+
+    size = bytes_text(summary["bytes"] + summary["target_bytes"])
     skipped = f", {summary['skipped']} rows skipped (features not finite)" if summary["skipped"] else ""
     print(
         f"{summary['out']}: {summary['rows']:,} rows, {summary['tokens']:,} tokens, "
-        f"{summary['labels']:,} supervised, {summary['shards']} shards, {summary['size']}{skipped}"
+        f"{summary['labels']:,} supervised, {counted(summary['shards'], 'shard')}, {size}{skipped}"
     )
     recipe = summary["features"] if summary["features"] != "all" else "eagle3"
     print(f"next: eagle train {summary['out']} --recipe {recipe} --out run/")

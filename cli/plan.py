@@ -71,13 +71,13 @@ def run(
 
 
 def _lines(found: dict[str, Any]) -> list[str]:
-    from eagle_train.progress import bytes_text
+    from eagle_train.progress import bytes_text, counted
 
     sizes = ", ".join(f"{codec} {bytes_text(size)}" for codec, size in found["bytes"].items())
     memory, hours = found["memory"], found["hours"]
     lines = [
         f"{found['rows']:,} rows, {found['tokens']:,} tokens, {found['labels']:,} supervised: "
-        f"{found['shards']} shards",
+        f"{counted(found['shards'], 'shard')}",
         f"disk by codec: {sizes}",
         f"memory of a device, activations left out: extraction {bytes_text(memory['target'])} "
         f"(target in {found['dtype']}); training {bytes_text(memory['training'])} "

@@ -27,7 +27,8 @@ def run(
         ...,
         metavar="ACTION",
         help="verify: read every byte; info: what is there; merge: several directories into one; split: one "
-        "into several; prune: remove shards, so that eagle extract makes them anew.",
+        "into several (files are linked where they can be: damage to one is damage to both); prune: remove "
+        "shards; those of eagle extract it makes anew, a merged or split directory goes on without them.",
     ),
     folders: list[Path] = typer.Argument(
         ..., metavar="DIR...", help="What eagle extract made; several to merge."
@@ -42,6 +43,7 @@ def run(
     as_json: bool = typer.Option(False, "--json", help="Print what was found or made as JSON."),
 ) -> None:
     from eagle_train.errors import UserError, nearest
+    from eagle_train.progress import counted
     from eagle_train.shards import pruning, upkeep
 
     if action not in _ACTIONS:
@@ -59,7 +61,7 @@ def run(
         for fault in [] if as_json else found["faults"]:
             print(f"damaged: {fault}")
         if found["faults"]:
-            raise UserError(f"{folder}: {len(found['faults'])} faults; {found['advice']}")
+            raise UserError(f"{folder}: {counted(len(found['faults']), 'fault')}; {found['advice']}")
     elif action == "info":
         _print(upkeep.describe(folder), as_json)
     elif action == "merge":
@@ -78,7 +80,7 @@ def run(
             print(json.dumps(pruned))
             return
         what = ", ".join(pruned["removed"]) or "nothing"
-        print(f"{folder}: removed {what}; {pruned['shards']} shards are left")
+        print(f"{folder}: removed {what}; {counted(pruned['shards'], 'shard')} left")
         if pruned["removed"] and pruned["extract_again"]:
             print("next: the same eagle extract, which makes them anew")
 
@@ -87,19 +89,20 @@ def _print(found: dict[str, Any], as_json: bool) -> None:
     if as_json:
         print(json.dumps(found))
         return
-    from eagle_train.progress import bytes_text
+    from eagle_train.progress import bytes_text, counted
 
     target = found["target"]
-    state = "complete" if found["complete"] else f"unfinished, {found['shards_there']} are there"
+    state = "" if found["complete"] else f", unfinished, {found['shards_there']} are there"
     layers = f", layers {', '.join(map(str, found['layer_ids']))}" if found["layer_ids"] else ""
     each = f" ({bytes_text(found['bytes_per_token'])} a token)" if found["bytes_per_token"] else ""
     print(
-        f"{found['folder']}: {found['shards']} shards, {state}: {found['rows']:,} rows, "
-        f"{found['tokens']:,} tokens, {found['labels']:,} supervised, {bytes_text(found['bytes'])}{each}"
+        f"{found['folder']}: {counted(found['shards'], 'shard')}{state}: {counted(found['rows'], 'row')}, "
+        f"{found['tokens']:,} tokens, {found['labels']:,} supervised, {bytes_text(found['bytes'])}{each}, "
+        f"and {bytes_text(found['target_bytes'])} of the target's embedding and lm_head"
     )
     print(
         f"{found['folder']}: {found['features']}{layers}, codec {found['codec']}, of {target['name']} "
         f"({target['fingerprint']}) in {target['dtype']}"
     )
     if "faults" in found:
-        print(f"{found['folder']}: {len(found['faults'])} faults")
+        print(f"{found['folder']}: {counted(len(found['faults']), 'fault')}")

@@ -103,6 +103,11 @@ def _clock(seconds: float) -> str:
     return f"{hours}:{rest // 60:02}:{rest % 60:02}" if hours else f"{rest // 60}:{rest % 60:02}"
 
 
+def counted(number: int, noun: str) -> str:
+    """Return a number with its noun: ``1 shard``, ``1,200 shards``."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
 def bytes_text(count: float) -> str:
     """Return a number of bytes in the unit that people read: ``12 bytes``, ``3.0 MiB``."""
     for unit in ("bytes", "KiB", "MiB", "GiB"):

@@ -21,6 +21,14 @@ from eagle_train.io import load_tensors, read_json, save_tensors, write_json
 from eagle_train.shards.schema import mend
 
 TENSORS = "target.safetensors"
+
+
+def target_bytes(folder: Path) -> int:
+    """Return the size of the target's embedding and lm_head in a shard directory, 0 where not yet there."""
+    file = folder / TENSORS
+    return file.stat().st_size if file.is_file() else 0
+
+
 RECORD = "target.json"
 FORMAT_VERSION = 1
 _FIELDS: dict[str, tuple[type, ...]] = {

@@ -52,6 +52,7 @@ def _described(folder: Path, info: dict[str, Any] | None) -> dict[str, Any]:
         "shards": len(files),
         "shards_there": len(there),
         "bytes": size,
+        "target_bytes": frozen_target.target_bytes(folder),
         "bytes_per_token": size / tokens if info is not None and tokens else None,
     }
 

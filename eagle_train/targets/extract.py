@@ -19,8 +19,9 @@ import torch
 from eagle_train import distributed
 from eagle_train.errors import UserError
 from eagle_train.io import make_folder, sweep
-from eagle_train.progress import Progress, bytes_text, progress
+from eagle_train.progress import Progress, progress
 from eagle_train.shards.claims import CLOSING, Claims, clear, take_in_turn
+from eagle_train.shards.frozen_target import target_bytes
 from eagle_train.shards.listing import read_manifest
 from eagle_train.shards.manifest import close_directory
 from eagle_train.shards.schema import INDEX, MANIFEST, Plan, shard_name
@@ -131,7 +132,7 @@ def summary_of(folder: Path) -> dict[str, Any]:
         "labels": made["labels"],
         "shards": len(made["shards"]),
         "bytes": size,
-        "size": bytes_text(size),
+        "target_bytes": target_bytes(folder),
     }
 
 

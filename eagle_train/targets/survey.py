@@ -16,7 +16,7 @@ from eagle_train.errors import UserError
 from eagle_train.heads.config import HeadConfig
 from eagle_train.heads.rotary import Rotary
 from eagle_train.io import os_error, read_json
-from eagle_train.progress import bytes_text
+from eagle_train.progress import bytes_text, counted
 from eagle_train.provenance import tokenizer_fingerprint
 from eagle_train.shards.codecs import CODECS, check_codec
 from eagle_train.shards.frozen_target import TENSORS
@@ -66,8 +66,9 @@ class Survey:
         per_token = plan.size / max(1, plan.tokens)
         return (
             f"{plan.num_rows:,} rows, {plan.tokens:,} tokens, {plan.labels:,} supervised: "
-            f"{len(plan.shards)} shards, {bytes_text(plan.size)} on disk "
-            f"({per_token / 1024:.1f} KiB a token, {plan.setting.codec})"
+            f"{counted(len(plan.shards), 'shard')}, {bytes_text(plan.size)} on disk "
+            f"({per_token / 1024:.1f} KiB a token, {plan.setting.codec}), and "
+            f"{bytes_text(self.target_bytes)} of the target's embedding and lm_head"
         )
 
 

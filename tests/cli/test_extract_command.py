@@ -34,7 +34,8 @@ def test_it_reports_sizes_first_and_the_next_command_last(
     said = capsys.readouterr()
     sizes = said.err.splitlines()[0]
     assert sizes.startswith("24 rows, 3,371 tokens, 1,441 supervised: 7 shards, ")
-    assert sizes.endswith("KiB on disk (0.2 KiB a token, bf16)")
+    assert "KiB on disk (0.2 KiB a token, bf16), and " in sizes
+    assert sizes.endswith(" KiB of the target's embedding and lm_head")
     assert said.out.startswith(f"{out}: 24 rows, 3,371 tokens, 1,441 supervised, 7 shards, ")
     assert re.search(r"extract: \d+\.\d% of the time was spent waiting for the disk", said.err)
     assert said.out.splitlines()[-1] == f"next: eagle train {out} --recipe eagle3 --out run/"
@@ -49,6 +50,7 @@ def test_json_is_all_there_is_on_stdout(
     summary = json.loads(capsys.readouterr().out)
     assert (summary["features"], summary["codec"], summary["layer_ids"]) == ("eagle1", "fp32", [])
     assert summary["complete"] is True
+    assert summary["target_bytes"] == (out / "target.safetensors").stat().st_size
     assert summary["bytes"] == sum(file.stat().st_size for file in out.glob("shard-*.safetensors"))
 
 

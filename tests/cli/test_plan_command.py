@@ -98,7 +98,7 @@ def test_it_prints_what_it_found_and_the_next_command(
             main([*arguments, "--device", "cpu", *more])
         assert not caught.value.code
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0] == "24 rows, 3,371 tokens, 1,441 supervised: 1 shards"
+    assert lines[0] == "24 rows, 3,371 tokens, 1,441 supervised: 1 shard"
     assert lines[1].startswith("disk by codec: bf16 ")
     extract_it = f"next: eagle extract {tiny_rows_dir} --target {tiny_target_dir} --for eagle3"
     assert lines[-2] == f"{extract_it} --layers 2,4,5 --codec bf16 --out shards/"

@@ -159,7 +159,7 @@ def test_verify_finds_what_was_edited(
     assert caught.value.code == 2
     said = capsys.readouterr()
     assert any(words.replace("\\", "") in line for line in said.out.splitlines())
-    assert said.err.splitlines()[-1].endswith("1 faults; run the same eagle extract again")
+    assert said.err.splitlines()[-1].endswith("1 fault; run the same eagle extract again")
 
 
 @pytest.mark.parametrize(
