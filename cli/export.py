@@ -68,7 +68,10 @@ def run(
     for other, why in made["refused"].items():
         print(f"not for {other}: {why}")
     if made["target_path"]:
-        print(f"the card calls the target '{made['target']['name']}', its folder's name; --target names it")
+        print(
+            f"the card's commands call the target '{made['target']['name']}', its folder's name: before you "
+            "publish it, export again with --target and the target's hub id"
+        )
     for name, command in made["serve"].items():
         print(f"serve with {name}: {command}")
     if push_to_hub is not None:

@@ -132,18 +132,24 @@ def _rehearsed(found: Rehearsal, command: str) -> str:
 
 
 def _words(summary: dict[str, Any]) -> str:
+    from eagle_train.progress import counted
+    from eagle_train.targets.load import default_device
+
     tau = "no conversations held out, so best is the last checkpoint"
     if summary["best_tau"] is not None:
         tau = (
             f"best at step {summary['best_step']:,}: acceptance length {summary['best_tau']:.3f} "
             f"(chain of {summary['gamma']}, predicted on "
-            f"{summary['held_out_conversations']} held-out conversations; exact for answers that the target "
-            "wrote greedily)"
+            f"{counted(summary['held_out_conversations'], 'held-out conversation')}; exact for answers that "
+            "the target wrote greedily; a head that is never right has 1)"
         )
     skipped = f", {summary['skipped']} skipped (gradient not finite)" if summary["skipped"] else ""
     early = ", ended by run.patience" if summary["out_of_patience"] else ""
     return (
-        f"{summary['out']}: {summary['steps']:,} steps{skipped}, {summary['tokens']:,} tokens in "
+        f"{summary['out']}: {counted(summary['steps'], 'step')}{skipped}, {summary['tokens']:,} tokens in "
         f"{summary['seconds'] / 60:.1f} minutes{early}; {tau}\n"
         f"next: eagle eval {summary['out']} --target {summary['target']}"
+        + (
+            " --draft chain --num-questions 10" if default_device().type == "cpu" else ""
+        )  # a tree is slow there
     )

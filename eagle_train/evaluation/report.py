@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from eagle_train.progress import counted
+
 NEAR_TIE = 1e-3  # two logits closer than this may change places with the order of summation in fp32
 
 
@@ -45,7 +47,7 @@ def lines(report: dict[str, Any]) -> list[str]:
     who = f"{report['kind']} head {report['head']} on " if report["head"] else ""
     where = f" of {report['set']}" if report.get("set") else ""
     found = [
-        f"{who}{report['target']}: {report['prompts']} prompts{where}, up to "
+        f"{who}{report['target']}: {counted(report['prompts'], 'prompt')}{where}, up to "
         f"{report['max_new_tokens']} new tokens, {how}, {report['dtype']}, {report['device']}",
         f"plain decoding: {report['plain']['tokens_per_second']:.1f} tokens/s",
     ]
@@ -83,9 +85,10 @@ def _lossless(result: dict[str, Any]) -> str:
     if result["lossless"]:
         return "equal to plain decoding on every prompt"
     first = result["differences"][0]
+    where = counted(len(result["differences"]), "prompt")
     return (
-        f"differs from plain decoding on {len(result['differences'])} prompts; first: {first['question']}, "
-        f"turn {first['turn']}, token {first['at']}, where the two best logits are {first['gap']:.2g} apart"
+        f"differs from plain decoding on {where}; first: {first['question']}, turn {first['turn']}, token "
+        f"{first['at']}, where the two best logits are {first['gap']:.2g} apart"
     )
 
 

@@ -72,8 +72,10 @@ def test_it_ends_with_what_it_made_and_the_next_command(tmp_path, tiny_shards_di
     assert code == 0
     made, following = out.splitlines()
     assert made.startswith(f"{tmp_path / 'run'}: 8 steps")
-    assert "chain of 3, predicted on 2 held-out conversations; exact for answers that the target" in made
-    assert following == f"next: eagle eval {tmp_path / 'run'} --target {tiny_target_dir}"
+    assert "chain of 3, predicted on 2 held-out conversations; exact for answers that" in made
+    assert following == (
+        f"next: eagle eval {tmp_path / 'run'} --target {tiny_target_dir} --draft chain --num-questions 10"
+    )
     assert "22 rows to train on, 2 held out" in err
     code, out, err = main_here(capsys, *words, "--json")
     summary = json.loads(out)
