@@ -25,7 +25,7 @@ from eagle_train.io import make_folder, save_tensors
 from eagle_train.recipe_files import load_recipe
 from eagle_train.shards.codecs import CODECS, check_codec, decode, encode
 from eagle_train.shards.files import checksum, open_shard
-from eagle_train.shards.manifest import write_manifest
+from eagle_train.shards.manifest import head_of, write_manifest
 from eagle_train.shards.reader import open_shards
 from eagle_train.shards.schema import HEADER_KEY
 from eagle_train.training.held_out import split
@@ -83,9 +83,7 @@ def recode(source: Path, out: Path, codec: str) -> dict[str, dict[str, float]]:
         save_tensors(out / entry["file"], tensors, {HEADER_KEY: json.dumps(header)})
         written.append(open_shard(out / entry["file"]))
     shards.frozen_target().save(out)
-    kept = ("features", "layer_ids", "layer_convention", "hidden_size", "vocab_size", "num_layers", "target")
-    head = {name: shards.info[name] for name in ("plan", *kept) if name in shards.info}
-    write_manifest(out, {**head, "codec": codec}, written)
+    write_manifest(out, {**head_of(shards.info), "codec": codec}, written)
     return errors.figures()
 
 
@@ -98,12 +96,12 @@ def compare(source: Path, codecs: list[str], recipe_name: str, settings: list[st
     for codec in codecs:
         with tempfile.TemporaryDirectory(prefix="eagle-codecs-") as temporary:
             folder = Path(temporary)
-            size_of = folder / "shards"
-            found[codec] = {"errors": recode(source, size_of, codec)}
-            size = sum(file.stat().st_size for file in size_of.glob("shard-*"))
+            recoded = folder / "shards"
+            found[codec] = {"errors": recode(source, recoded, codec)}
+            size = sum(file.stat().st_size for file in recoded.glob("shard-*"))
             found[codec]["bytes_per_token"] = size / int(shards.lengths.sum())
             if train_too:
-                train(size_of, recipe, folder / "run")
+                train(recoded, recipe, folder / "run")
                 figures = predict(
                     folder / "run", source, rows=held_out, gamma=recipe.run.eval_gamma, show=False
                 )
