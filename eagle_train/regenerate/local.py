@@ -18,6 +18,7 @@ from eagle_train.regenerate.answers import Answer, AnswerSettings, Asked, opens_
 from eagle_train.regenerate.decode import Job, Made, decode
 from eagle_train.regenerate.failures import Failures
 from eagle_train.regenerate.work import Work
+from eagle_train.targets.checkpoint import longest_text
 from eagle_train.targets.load import Target
 
 _SLOTS = {"cuda": 128}  # by kind of device
@@ -65,7 +66,8 @@ class LocalAnswers:
         self, asked: list[Asked], turn: int, work: Work, failures: Failures
     ) -> Iterator[tuple[Job, bool]]:
         """Yield this turn's jobs, each with whether its prompt opens a thought."""
-        positions = int(getattr(self.target.config, "max_position_embeddings", None) or 2**31)
+        config = self.target.config
+        positions = longest_text(config) or int(getattr(config, "max_position_embeddings", None) or 2**31)
         for number, conversation in enumerate(asked):
             answers = work.answers(conversation)
             if len(answers) != turn or not work.wanted(conversation, answers):

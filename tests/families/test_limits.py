@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,6 +16,8 @@ from eagle_train.decoding.prompt_lookup import PromptLookup
 from eagle_train.decoding.reader import TargetReader
 from eagle_train.decoding.sampling import Sampling
 from eagle_train.errors import UserError
+from eagle_train.regenerate.answers import AnswerSettings
+from eagle_train.regenerate.regenerate import regenerate
 from eagle_train.targets import checkpoint
 from eagle_train.targets.capture import FeatureTap
 from eagle_train.targets.load import Target, load_target
@@ -269,3 +272,32 @@ def test_a_target_partly_on_the_disk_is_the_same_target(tiny_target_dir: Path, t
     assert plain(spilled, PROMPT, settings).ids == wanted
     drafter = Scripted([*PROMPT, *wanted], layer_ids=(2, 7))
     assert generate(spilled, drafter, PROMPT, settings).ids == wanted
+
+
+def test_regenerated_answers_end_where_the_angles_change(tmp_path: Path, tiny_target_dir: Path) -> None:
+    """Of three prompts one is past the switch, one leaves room for a short answer, one for a whole one."""
+    folder = save_target(tmp_path / "target", longrope(64), tiny_target_dir)
+    target = load_target(folder, dtype="fp32", device="cpu")
+    questions = ["Hi", "the sea " * 5, "the sea " * 40]
+    lines = [json.dumps({"messages": [{"role": "user", "content": text}]}) for text in questions]
+    (tmp_path / "a.jsonl").write_text("\n".join(lines))
+    settings = AnswerSettings(max_new_tokens=24)
+    report = regenerate(
+        [str(tmp_path / "a.jsonl")],
+        target,
+        tmp_path / "out.jsonl",
+        settings=settings,
+        num_slots=2,
+        show=False,
+    )
+    assert "room for 64" in report["failures"][0]["reason"]
+    assert (report["failed"], report["answers"], report["unfinished"]) == (1, 2, 2)
+    said = [json.loads(line)["messages"][-1] for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+    prompts = [
+        target.tokenizer.apply_chat_template(
+            [{"role": "user", "content": text}], add_generation_prompt=True, return_dict=False
+        )
+        for text in questions
+    ]
+    assert [len(answer["answer_ids"]) for answer in said] == [24, 64 - len(prompts[1])]
+    assert len(prompts[1]) > 40
