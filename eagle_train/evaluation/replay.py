@@ -30,6 +30,7 @@ class Tables:
 
     ranks: Tensor  # [S, C] int64, of the text's token among the head's guesses, 0 the best
     sure: Tensor  # [S, C] float, the probability that the head gives its best guess
+    said: Tensor  # [S, C] float, the probability that it gives the text's token
     shares: Tensor  # [S, C] float, min(1, q(x) / p(x)): a sampled guess stood with this probability
     room: list[int]  # [C], steps at which a row counts
 
@@ -39,7 +40,7 @@ def tables(head: Head, frozen: FrozenTarget, batch: PackedBatch, steps: int, sam
     """Return the tables of a packed batch for `steps` guesses."""
     shape, device = (steps, len(batch.rows)), batch.rows.device
     ranks = torch.full(shape, NEVER, device=device)
-    sure, shares = torch.zeros(shape, device=device), torch.zeros(shape, device=device)
+    sure, said, shares = (torch.zeros(shape, device=device) for _ in range(3))
     draft_of = torch.full((head.config.vocab_size,), -1, device=device)
     draft_of[head.draft_ids] = torch.arange(len(head.draft_ids), device=device)
     for step in draft_steps(head, frozen, batch, steps):
@@ -50,13 +51,15 @@ def tables(head: Head, frozen: FrozenTarget, batch: PackedBatch, steps: int, sam
             score = logits.gather(1, own.clamp(min=0)[:, None])
             above = (logits > score).sum(1)
             ranks[step.number, index] = torch.where(drafted, above, NEVER)
-            sure[step.number, index] = logits.softmax(-1).amax(-1)
+            law = logits.softmax(-1)
+            sure[step.number, index] = law.amax(-1)
+            said[step.number, index] = torch.where(drafted, law.gather(1, own.clamp(min=0)[:, None])[:, 0], 0)
             if not sampling.greedy:
                 target = frozen.logits(batch.label_last[batch.label0[index] + step.number])
                 p = distribution(target, sampling).gather(1, token[:, None])[:, 0]
                 q = distribution(logits, sampling).gather(1, own.clamp(min=0)[:, None])[:, 0]
                 shares[step.number, index] = torch.where(drafted, (q / p).clamp(max=1), 0)
-    return Tables(ranks, sure, shares, batch.room.tolist())
+    return Tables(ranks, sure, said, shares, batch.room.tolist())
 
 
 def replay_paths(
@@ -105,11 +108,13 @@ def replay_chain(found: Tables, gamma: int, greedy: bool, stop: float = 0.0) -> 
 
     Given the text, guess i stood with its share (a greedy one if its rank is 0), independently of all else;
     so the expected number of rounds that begin at a row follows from those at rows before (a dynamic
-    programme). With `stop` a chain ends where the head's sureness falls below it; how many guesses follow a
-    wrong one, which the text does not tell, is taken as if it had been right. That changes `made` alone.
+    programme). With `stop` a chain ends where the probability of the guesses so far times that of the head's
+    best one falls below it; how many guesses follow a wrong one, which the text does not tell, is taken as if
+    it had been right. That changes `made` alone.
     """
     stands = (found.ranks == 0).double() if greedy else found.shares.double()
-    stood, sure = stands.T.tolist(), found.sure.T.tolist()
+    given = found.sure if greedy else found.said  # of a guess that stood: it is the text's token
+    stood, sure, likely = stands.T.tolist(), found.sure.T.tolist(), given.T.tolist()
     visits, made, tokens, start = [0.0] * (len(found.room) + gamma + 2), [0.0] * (gamma + 1), 0, 0
     for row, room in enumerate(found.room):
         if row == start:  # an answer's first row: its room leads to the next answer's
@@ -120,7 +125,7 @@ def replay_chain(found: Tables, gamma: int, greedy: bool, stop: float = 0.0) -> 
             step = min(guesses, room - 1)  # past the answer's end there is no table; the last entry serves
             if stop and reach * sure[row][step] < stop:
                 break
-            reach, guesses = reach * sure[row][step], guesses + 1
+            reach, guesses = reach * likely[row][step], guesses + 1
         made[guesses] += visits[row]
         left = visits[row]
         for accepted in range(min(guesses, room)):

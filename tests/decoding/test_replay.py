@@ -83,17 +83,17 @@ def test_without_a_stop_the_replay_is_the_prediction(target, known):
     assert expected.made == (0, 0, 0, counts.rounds)
 
 
-@pytest.mark.parametrize("gamma", [1, 2])
-def test_a_sampled_chain_replayed_is_the_loops_expectation(toy, gamma):
+@pytest.mark.parametrize(("gamma", "stop"), [(1, 0.0), (2, 0.0), (2, 0.08), (2, 0.15), (2, 0.35)])
+def test_a_sampled_chain_replayed_is_the_loops_expectation(toy, gamma, stop):
     """Over all texts and all draws: the mean of the replays is the mean number of rounds of the loop."""
     torch.manual_seed(5)
-    sampling, length, prompt = Sampling(0.9, top_k=2), 3, [1, 4, 2]
+    sampling, length, prompt = Sampling(0.9, top_k=2), 4, [1, 4, 2]
     sizes = {"feature_layers": (0, 1), "draft_vocab_size": 4}
     head = build_head(
         HeadConfig.for_target(toy.config.to_dict(), "eagle3", **sizes), torch.tensor([0, 2, 3, 5])
     )
     settings = Settings(max_new_tokens=length, sampling=sampling, eos_ids=())
-    drafter = HeadDrafter(head, toy, Chain(gamma), sampling)
+    drafter = HeadDrafter(head, toy, Chain(gamma, stop), sampling)
 
     def rounds(chance) -> tuple[tuple[int, ...], int]:
         made = generate(toy, drafter, prompt, settings, chance=chance)
@@ -104,11 +104,11 @@ def test_a_sampled_chain_replayed_is_the_loops_expectation(toy, gamma):
         sums = seen.setdefault(text, [0.0, 0.0])
         sums[0] += probability
         sums[1] += probability * number
-    assert len(seen) == 8
+    assert len(seen) == 16
     for text, (probability, weighted) in seen.items():
         batch = pack([text_row(toy, (0, 1), prompt, list(text))], "eagle3")
         found = tables(head, toy.frozen(), batch, gamma, sampling)
-        expected = replay_chain(found, gamma, greedy=False)
+        expected = replay_chain(found, gamma, False, stop)
         assert expected.tokens == length - 1
         assert expected.rounds == pytest.approx(weighted / probability, abs=1e-4)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -42,7 +43,7 @@ def half_right(rows: int = 60) -> Tables:
     generator = torch.Generator().manual_seed(0)
     ranks = torch.randint(0, 3, (8, rows), generator=generator)
     sure = torch.full((8, rows), 0.5)
-    return Tables(ranks, sure, torch.ones(8, rows) / 3, list(range(rows, 0, -1)))
+    return Tables(ranks, sure, sure, torch.ones(8, rows) / 3, list(range(rows, 0, -1)))
 
 
 def best(found: Tables, on: Machine, greedy: bool = True):
@@ -64,7 +65,7 @@ def test_free_tokens_call_for_a_large_tree_and_dear_ones_for_little():
 def test_a_chain_stops_where_the_head_knows_that_it_is_wrong():
     found = half_right()
     right = (found.ranks == 0).cumprod(0).bool()
-    knows = Tables(found.ranks, torch.where(right, 0.99, 0.01), found.shares, found.room)
+    knows = replace(found, sure=torch.where(right, 0.99, 0.01))
     slow = machine(0.3, 0.1)
     chains = [one for one in candidates(knows, slow, True) if isinstance(one.shape, Chain)]
     assert max(chains, key=lambda one: one.rate).shape.stop > 0
