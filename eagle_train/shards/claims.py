@@ -20,7 +20,7 @@ from pathlib import Path
 from types import TracebackType
 
 from eagle_train.errors import UserError
-from eagle_train.io import link, os_error
+from eagle_train.io import is_running, link, os_error
 
 FOLDER = ".claims"
 CLOSING = -1  # claimed like a shard by the worker that writes the manifest
@@ -107,7 +107,7 @@ class Claims:
             raise os_error(path, error) from error
         host, _, rest = text.partition(" ")
         process = rest.partition(" ")[0]
-        if host == socket.gethostname() and process.isdigit() and not _is_alive(int(process)):
+        if host == socket.gethostname() and process.isdigit() and not is_running(int(process)):
             return True
         seen, since = self._watched.get(path, (None, 0.0))
         if seen != changed:
@@ -165,13 +165,3 @@ def clear(folder: Path) -> None:
 
 def _generation(path: Path) -> int:
     return int(path.suffix[1:])
-
-
-def _is_alive(process: int) -> bool:
-    try:
-        os.kill(process, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return True
