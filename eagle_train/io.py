@@ -1,4 +1,4 @@
-"""Files that are either whole or not there: write to a temporary name, flush, rename.
+"""Files and folders that are either whole or not there: write to a temporary name, flush, rename.
 
 Every record of the project is written through this file, so a killed process or a full disk never
 leaves something half-written under a name that a later command reads.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import glob
 import hashlib
 import json
 import os
@@ -36,6 +37,7 @@ _ADVICE = {
 }
 
 
+_BEFORE = "before"
 _HIDDEN = ((errno.ENOSPC, "No space left"), (errno.EDQUOT, "quota"), (errno.EFBIG, "File too large"))
 
 
@@ -71,8 +73,7 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
     try:
         place.mkdir()
         yield temporary
-        with open(temporary, "rb") as handle:
-            os.fsync(handle.fileno())
+        _flush(temporary)
         os.replace(temporary, final)
         _flush_folder(final.parent)
     except OSError as error:
@@ -89,6 +90,58 @@ def sweep(folder: str | os.PathLike[str], name: str = "*") -> None:
         else:
             with contextlib.suppress(OSError):
                 leftover.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def replacing_folder(path: str | os.PathLike[str]) -> Iterator[Path]:
+    """Yield a new empty folder; on success flush it to disk and give it the name `path`.
+
+    An earlier folder of that name goes only once the new one has taken its place; on any failure it is as
+    it was. It lies in a place named after this process, ``.NAME.PROCESS.tmp``; those of processes that run
+    no more are cleared away first. Operating-system errors become UserError.
+    """
+    final = Path(path)
+    make_folder(final.parent)
+    place = final.with_name(f".{final.name}.{os.getpid()}.tmp")
+    fresh = place / "new"
+    try:
+        for left in final.parent.glob(f".{glob.escape(final.name)}.*.tmp"):
+            number = left.name.removeprefix(f".{final.name}.").removesuffix(".tmp")
+            if number.isdecimal() and (int(number) == os.getpid() or not is_running(int(number))):
+                _clear(left, final)
+        try:
+            fresh.mkdir(parents=True)
+            yield fresh
+            for file in fresh.rglob("*"):
+                if file.is_file():
+                    _flush(file)
+            _flush_folder(fresh)
+            if final.exists():
+                os.replace(final, place / _BEFORE)
+            os.replace(fresh, final)
+            _flush_folder(final.parent)
+        finally:
+            _clear(place, final)
+    except OSError as error:
+        raise os_error(final, error) from error
+
+
+def _clear(place: Path, final: Path) -> None:
+    """Remove a writer's place; an earlier folder that was moved there goes back where none followed it."""
+    if (place / _BEFORE).exists() and not final.exists():
+        os.replace(place / _BEFORE, final)
+    shutil.rmtree(place, ignore_errors=True)
+
+
+def is_running(process: int) -> bool:
+    """Return whether this machine runs a process of that number, whoever's it is."""
+    try:
+        os.kill(process, 0)
+    except (ProcessLookupError, OverflowError):
+        return False
+    except PermissionError:
+        return True
+    return True
 
 
 def create_text(path: str | os.PathLike[str], content: str) -> bool:
@@ -129,6 +182,11 @@ def link(temporary: Path, final: Path) -> None:
 
 def _temporary(final: Path) -> Path:
     return final.with_name(f".{final.name}.{secrets.token_hex(6)}.tmp")
+
+
+def _flush(file: Path) -> None:
+    with open(file, "rb") as handle:
+        os.fsync(handle.fileno())
 
 
 def _flush_folder(folder: Path) -> None:

@@ -10,7 +10,6 @@ from typing import Any
 
 from eagle_train.data.encoding import EncoderSpec, Outcome, encode_all
 from eagle_train.data.mask import Encoder
-from eagle_train.data.new_folder import new_folder
 from eagle_train.data.reading import Tally, read_sources
 from eagle_train.data.records import Skip, Skipped, TokenRow
 from eagle_train.data.rows import FORMAT_VERSION, RowsWritten, read_rows_info, write_dataset
@@ -19,7 +18,7 @@ from eagle_train.data.templates import Arguments, ChatTemplate, load_template
 from eagle_train.data.tokenizer import load_tokenizer
 from eagle_train.distributed import num_cores, world_size
 from eagle_train.errors import UserError
-from eagle_train.io import write_json
+from eagle_train.io import replacing_folder, write_json
 from eagle_train.progress import progress
 from eagle_train.provenance import tokenizer_fingerprint, tool_version
 
@@ -80,7 +79,7 @@ def prepare(
     import datasets  # noqa: F401  # slow to load: before the progress starts
 
     tally, counts = Tally(), _Counts()
-    with new_folder(folder) as temporary:
+    with replacing_folder(folder) as temporary:
         with progress("prepare", sum(_kilo(source.size) for source in inputs), "kB", show) as bar:
             found = read_sources(inputs, tally, skip_bad, _in_kilos(bar.advance))
             outcomes = encode_all(found, spec, num_proc or num_cores())

@@ -12,7 +12,7 @@ import torch
 
 from eagle_train.errors import UserError
 from eagle_train.export.card import GUESSES, is_hub_id, model_card, serve_command
-from eagle_train.export.folder import PROVENANCE, check_free, folder_bytes, made_by, replacing_folder
+from eagle_train.export.folder import PROVENANCE, check_free, folder_bytes, made_by
 from eagle_train.export.layout import as_served, check_engine, engine_config, engine_tensors
 from eagle_train.export.refusals import refusals
 from eagle_train.export.source import Source, TargetFacts, find_source
@@ -20,7 +20,7 @@ from eagle_train.export.verify import REFERENCE_FOLDER, verify, write_reference
 from eagle_train.heads.config import HeadConfig
 from eagle_train.heads.disk import CONFIG, WEIGHTS, Head, check_finite, head_tensors
 from eagle_train.heads.foreign import read_any
-from eagle_train.io import save_tensors, sha256_file, write_json, write_text
+from eagle_train.io import replacing_folder, save_tensors, sha256_file, write_json, write_text
 from eagle_train.provenance import tool_version
 from eagle_train.targets.load import DTYPES, parse_dtype
 from eagle_train.targets.survey import bytes_text

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import os
-import re
-import shutil
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from pathlib import Path
 
 from eagle_train.errors import UserError
-from eagle_train.io import make_folder, os_error, read_json
+from eagle_train.io import read_json
 
 PROVENANCE = "provenance.json"
 
@@ -54,37 +51,6 @@ def check_free(
         )
 
 
-@contextlib.contextmanager
-def replacing_folder(final: Path) -> Iterator[Path]:
-    """Yield a new folder beside `final`; on success give it that name, on failure leave `final` as it was."""
-    make_folder(final.parent)
-    fresh = final.with_name(f".{final.name}.{os.getpid()}.tmp")
-    old = final.with_name(f".{final.name}.{os.getpid()}.old")
-    try:
-        shutil.rmtree(fresh, ignore_errors=True)
-        fresh.mkdir()
-        yield fresh
-        if final.exists():
-            os.rename(final, old)
-        os.rename(fresh, final)
-        _sweep(final)
-    except OSError as error:
-        raise os_error(final, error) from error
-    finally:
-        if old.exists() and not final.exists():
-            os.rename(old, final)
-        for left in (fresh, old):
-            shutil.rmtree(left, ignore_errors=True)
-
-
 def folder_bytes(folder: Path) -> int:
     """Return the size of all files in a folder."""
     return sum(entry.stat().st_size for entry in folder.rglob("*") if entry.is_file())
-
-
-def _sweep(final: Path) -> None:
-    """Delete what killed commands to the same place left under their temporary names."""
-    with contextlib.suppress(OSError):  # a folder that may not be listed
-        for entry in final.parent.iterdir():
-            if re.fullmatch(rf"\.{re.escape(final.name)}\.\d+\.(tmp|old)", entry.name):
-                shutil.rmtree(entry, ignore_errors=True)

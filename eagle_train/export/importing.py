@@ -12,12 +12,12 @@ from torch import Tensor
 
 from eagle_train.errors import UserError
 from eagle_train.evaluation.heads import find_head
-from eagle_train.export.folder import PROVENANCE, check_free, folder_bytes, replacing_folder
+from eagle_train.export.folder import PROVENANCE, check_free, folder_bytes
 from eagle_train.export.source import find_target_config, text_config
 from eagle_train.heads.disk import CONFIG, WEIGHTS, Head, load_head, save_head
 from eagle_train.heads.foreign import ForeignHead, is_foreign, read_foreign
 from eagle_train.heads.foreign_config import Told
-from eagle_train.io import sha256_file, write_json
+from eagle_train.io import replacing_folder, sha256_file, write_json
 from eagle_train.provenance import tool_version
 from eagle_train.targets.survey import bytes_text
 

@@ -25,7 +25,7 @@ from eagle_train.distributed import is_main
 from eagle_train.errors import UserError
 from eagle_train.heads.disk import CONFIG, WEIGHTS, Head, load_head, save_head
 from eagle_train.heads.foreign import FILES
-from eagle_train.io import make_folder, os_error, read_json, save_tensors, sha256_file, write_json
+from eagle_train.io import os_error, read_json, replacing_folder, save_tensors, sha256_file, write_json
 
 FOLDER, TENSORS, RECORD = "checkpoints", "trainer.safetensors", "trainer.json"
 FORMAT_VERSION = 2
@@ -57,20 +57,11 @@ def save_checkpoint(run: Path, head: Head, trainer: Mapping[str, Tensor], state:
     if fault_of(final) is None:
         write_json(final / RECORD, _record(state, read_record(final)[1]))
     else:
-        temporary = final.with_name(f".{final.name}.{os.getpid()}.tmp")
-        try:
-            make_folder(temporary)
+        with replacing_folder(final) as temporary:
             save_head(head, temporary)
             save_tensors(temporary / TENSORS, trainer)
             digests = {name: sha256_file(temporary / name) for name in (CONFIG, WEIGHTS, TENSORS)}
             write_json(temporary / RECORD, _record(state, digests))
-            if final.exists():  # a damaged copy
-                shutil.rmtree(final)
-            os.replace(temporary, final)
-        except OSError as error:
-            raise os_error(final, error) from error
-        finally:
-            shutil.rmtree(temporary, ignore_errors=True)
     point(run, state)
     return final
 

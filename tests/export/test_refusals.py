@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -228,14 +229,14 @@ def test_a_full_disk_leaves_the_earlier_export_as_it_was(head_dir, tmp_path, mon
 def test_a_rename_that_fails_puts_the_earlier_export_back(head_dir, tmp_path, monkeypatch):
     source, out = head_dir("eagle3"), tmp_path / "out"
     export(source, out, engine="vllm")
-    real = os.rename
+    real = os.replace
 
-    def rename(old, new):
-        if Path(old).name.endswith(".tmp") and Path(new) == out:
+    def replace(old, new):
+        if Path(old).name == "new" and Path(new) == out:
             raise OSError(errno.EIO, os.strerror(errno.EIO))
         real(old, new)
 
-    monkeypatch.setattr(os, "rename", rename)
+    monkeypatch.setattr(os, "replace", replace)
     with pytest.raises(UserError, match="Input/output error"):
         export(source, out, engine="sglang")
     assert load_head(out).config.kind == "eagle3"
@@ -253,11 +254,14 @@ def test_ctrl_c_leaves_nothing_behind(head_dir, tmp_path, monkeypatch):
 
 
 def test_leftovers_of_killed_exports_go_with_the_next_that_succeeds(head_dir, tmp_path):
-    for name in (".out.123.tmp", ".out.123.old", ".out.v2.123.tmp"):
+    gone = subprocess.Popen(["true"])
+    gone.wait()
+    mine, other, living = (f".{name}.tmp" for name in (f"out.{gone.pid}", f"out.v2.{gone.pid}", "out.1"))
+    for name in (mine, other, living):
         (tmp_path / name).mkdir()
         (tmp_path / name / "config.json").write_text("half")
     export(head_dir("eagle3"), tmp_path / "out", engine="vllm")
-    _only(tmp_path, "head", "out", ".out.v2.123.tmp")
+    _only(tmp_path, "head", "out", other, living)
 
 
 def test_values_too_large_for_half_precision_are_refused(head_dir, tmp_path):
