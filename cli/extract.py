@@ -8,6 +8,8 @@ from typing import Any
 
 import typer
 
+from .options import parse_layers
+
 NAME = "extract"
 HELP = "Run the frozen target once and keep its features in shards."
 EXAMPLES = """
@@ -81,7 +83,6 @@ def run(
     worker: bool = typer.Option(False, "--worker", hidden=True, help="Started by this command itself."),
 ) -> None:
     from eagle_train import distributed
-    from eagle_train.targets.survey import parse_layers
     from eagle_train.targets.workers import start_workers
 
     summary = start_workers(
@@ -95,7 +96,7 @@ def run(
         features=features,
         codec=codec,
         dtype=dtype,
-        layer_ids=parse_layers(layers),
+        layer_ids=parse_layers("--layers", layers),
         batch_tokens=batch_tokens,
         shard_tokens=shard_tokens,
         threads=threads,

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
-import re
 import shlex
 from pathlib import Path
 from typing import Any
 
 import typer
+
+from .options import parse_layers
 
 NAME = "import"
 HELP = "Read a head that another toolkit trained (EAGLE, SpecForge, speculators, ModelOpt)."
@@ -50,21 +51,11 @@ def run(
     from eagle_train.export.importing import import_head
     from eagle_train.heads.foreign_config import Told
 
-    told = Told(_layers(layer_ids), rope_theta, norm_before_residual, sliding_window, allow_bin)
+    told = Told(
+        parse_layers("--layer-ids", layer_ids), rope_theta, norm_before_residual, sliding_window, allow_bin
+    )
     made = import_head(source, out, target=target, told=told, overwrite=overwrite)
     print(json.dumps(made) if as_json else "\n".join(_lines(made)))
-
-
-def _layers(text: str | None) -> tuple[int, ...] | None:
-    from eagle_train.errors import UserError
-
-    if text is None:
-        return None
-    words = [word.strip() for word in text.split(",")]
-    if not all(re.fullmatch("[0-9]{1,4}", word) for word in words):
-        shown = text if len(text) <= 60 else f"{text[:60]}..."
-        raise UserError(f"--layer-ids {shown}: wanted numbers of layers, such as 2,16,29")
-    return tuple(map(int, words))
 
 
 def _lines(made: dict[str, Any]) -> list[str]:

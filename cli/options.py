@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from typing import TYPE_CHECKING, Annotated
 
@@ -53,6 +54,19 @@ def fail_on(fault: str | None) -> int:
         return 0
     print(f"error: {fault}", file=sys.stderr)
     return 1
+
+
+def parse_layers(option: str, text: str | None) -> tuple[int, ...] | None:
+    """Return the layer numbers of ``2,16,29``; raise UserError, naming `option`, for another text."""
+    from eagle_train.errors import UserError
+
+    if text is None:
+        return None
+    words = [word.strip() for word in text.split(",")]
+    if not all(re.fullmatch("[0-9]{1,4}", word) for word in words):
+        shown = text if len(text) <= 60 else f"{text[:60]}..."
+        raise UserError(f"{option} {shown}: wanted numbers of layers, such as 2,16,29")
+    return tuple(map(int, words))
 
 
 def draft_shapes(

@@ -177,16 +177,6 @@ def _known(out: Path) -> Setting | None:
     return None
 
 
-def parse_layers(text: str | None) -> tuple[int, ...] | None:
-    """Return the layer numbers of ``2,15,27``; raise UserError when that is not what `text` is."""
-    if text is None:
-        return None
-    try:
-        return tuple(int(number) for number in text.split(","))
-    except ValueError as error:
-        raise UserError(f"--layers {text}: wanted numbers with commas between, such as 2,15,27") from error
-
-
 def refuse_full_disk(work: Survey, out: Path) -> None:
     """Raise UserError when the disk lacks the room for what is still to be written."""
     existing = Plan.load(out) if (out / PLAN).is_file() else None

@@ -63,7 +63,7 @@ def test_the_size_said_beforehand_is_that_of_the_files(tiny_shards_dir: Path) ->
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--layers", "2;3"], "error: --layers 2;3: wanted numbers with commas between, such as 2,15,27"),
+        (["--layers", "2;3"], "error: --layers 2;3: wanted numbers of layers, such as 2,16,29"),
         (
             ["--codec", "bf61"],
             "error: --codec bf61: wanted one of bf16, fp32, fp8, int8; did you mean 'bf16'?",

@@ -507,10 +507,3 @@ def test_impossible_settings_are_refused(
     with pytest.raises(UserError, match=words):
         run(**settings)
     assert not (tmp_path / "out").exists()
-
-
-def test_layers_as_text() -> None:
-    assert survey_room.parse_layers("2,15,27") == (2, 15, 27)
-    assert survey_room.parse_layers(None) is None
-    with pytest.raises(UserError, match="--layers 2;3: wanted numbers with commas"):
-        survey_room.parse_layers("2;3")
