@@ -26,6 +26,7 @@ from eagle_train.data.answer_ids import say
 from eagle_train.data.records import Conversation, Message, Skip, Turn
 from eagle_train.data.templates import ChatTemplate, TemplateRefused
 from eagle_train.data.tokens import Tokens
+from eagle_train.errors import UserError
 from eagle_train.provenance import tokenizer_fingerprint
 
 _MARKER = "markerofanswer"
@@ -64,7 +65,8 @@ class Encoder:
     """Turns conversations into rows for one tokenizer and template.
 
     `end_of_turn` is the token id (and text) that closes a finished answer, None where the template
-    closes answers with plain text: then answers end with their own last token.
+    closes answers with plain text: then answers end with their own last token. Asking for it raises
+    UserError where the template cannot show a plain question and answer.
     """
 
     def __init__(self, tokenizer: Any, template: ChatTemplate) -> None:
@@ -122,13 +124,22 @@ class Encoder:
 
     @property
     def end_of_turn(self) -> tuple[int, str] | None:
-        probe = (Turn("user", "Hello"), Turn("assistant", "Hi"))
         try:
-            text = self.turn_text(probe, 1, False)
-        except Skip:  # some templates cannot do without a system text
-            text = self.turn_text((Turn("system", "Be kind."), *probe), 2, False)
+            text = self._plain_answer()
+        except Skip as reason:
+            raise UserError(
+                f"chat template {self.template.name}: cannot show a plain question and answer ({reason}); "
+                "give another with --chat-template"
+            ) from reason
         found = self.tokens.added.search(text.ending)
         return (self.tokens.ids_of_added[found.group()], found.group()) if found else None
+
+    def _plain_answer(self) -> TurnText:
+        probe = (Turn("user", "Hello"), Turn("assistant", "Hi"))
+        try:
+            return self.turn_text(probe, 1, False)
+        except Skip:  # some templates cannot do without a system text
+            return self.turn_text((Turn("system", "Be kind."), *probe), 2, False)
 
     def _dropped(self, turns: Sequence[Turn], prompt: str) -> None:
         """Raise Skip when the prompt lacks the text of a system, user or tool turn."""

@@ -11,7 +11,7 @@ from typing import Any
 from eagle_train.data.encoding import EncoderSpec, Outcome, encode_all
 from eagle_train.data.mask import Encoder
 from eagle_train.data.reading import Tally, read_sources
-from eagle_train.data.records import Skip, Skipped, TokenRow
+from eagle_train.data.records import Skipped, TokenRow
 from eagle_train.data.rows import FORMAT_VERSION, RowsWritten, read_rows_info, write_dataset
 from eagle_train.data.sources import Source, find_sources
 from eagle_train.data.templates import Arguments, ChatTemplate, load_template
@@ -75,7 +75,7 @@ def prepare(
     if earlier is not None:
         return {**earlier, "reused": True}
     spec = EncoderSpec(tokenizer, template, max_length, last_turn_only)
-    end_of_turn = _probe(Encoder(tokenizer, template)) if template.name != "none" else None
+    end = Encoder(tokenizer, template).end_of_turn if template.name != "none" else None
     import datasets  # noqa: F401  # slow to load: before the progress starts
 
     tally, counts = Tally(), _Counts()
@@ -89,7 +89,7 @@ def prepare(
             "target": str(Path(target).resolve()) if Path(target).exists() else target,
             "chat_template": template.name,
             **key,
-            "end_of_turn": end_of_turn,
+            "end_of_turn": {"id": end[0], "text": end[1]} if end else None,
             **_figures(written, tally, counts),
             "tool_version": tool_version(),
         }
@@ -187,18 +187,6 @@ def _same_tokenizer(inputs: list[Source], fingerprint: Any, target: str) -> None
                 f"{source.name}: its tokens are of tokenizer {source.tokenizer_fingerprint}, {target} has "
                 f"{fingerprint}; prepare the conversations themselves again"
             )
-
-
-def _probe(encoder: Encoder) -> dict[str, Any] | None:
-    """Try the template on one exchange; return the end-of-turn token. Raises UserError where it fails."""
-    try:
-        found = encoder.end_of_turn
-    except Skip as reason:
-        raise UserError(
-            f"chat template {encoder.template.name}: cannot show a plain question and answer ({reason}); "
-            "give another with --chat-template"
-        ) from reason
-    return {"id": found[0], "text": found[1]} if found else None
 
 
 def _already_there(

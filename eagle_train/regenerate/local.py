@@ -9,7 +9,6 @@ from typing import Any
 import torch
 
 from eagle_train.data.mask import Encoder
-from eagle_train.data.records import Skip
 from eagle_train.data.templates import ChatTemplate, TemplateRefused
 from eagle_train.errors import UserError
 from eagle_train.progress import Progress
@@ -97,11 +96,5 @@ class LocalAnswers:
 
 def _stop_ids(target: Target, template: ChatTemplate) -> frozenset[int]:
     """Return the ids that end an answer: the model's own and the template's end of turn."""
-    try:
-        end = Encoder(target.tokenizer, template).end_of_turn
-    except Skip as reason:
-        raise UserError(
-            f"chat template {template.name}: cannot show a plain question and answer ({reason}); "
-            "give another with --chat-template"
-        ) from reason
+    end = Encoder(target.tokenizer, template).end_of_turn
     return frozenset(target.eos_ids) | ({end[0]} if end else set())
