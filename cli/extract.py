@@ -8,7 +8,7 @@ from typing import Any
 
 import typer
 
-from .options import parse_layers
+from . import options
 
 NAME = "extract"
 HELP = "Run the frozen target once and keep its features in shards."
@@ -33,12 +33,7 @@ def run(
         "--codec",
         help="How states are stored: bf16, fp32, fp8 or int8; of the last two fp8 is closer.",
     ),
-    dtype: str = typer.Option(
-        "auto",
-        "--dtype",
-        help="The target's dtype: fp32, bf16, fp16; auto is bf16 for a half-precision checkpoint on "
-        "hardware that computes in it, else fp32.",
-    ),
+    dtype: options.Dtype = "auto",
     layers: str | None = typer.Option(
         None, "--layers", help="Layers to tap, k = the stream entering layer k; default 2, n//2, n-3."
     ),
@@ -96,7 +91,7 @@ def run(
         features=features,
         codec=codec,
         dtype=dtype,
-        layer_ids=parse_layers("--layers", layers),
+        layer_ids=options.parse_layers("--layers", layers),
         batch_tokens=batch_tokens,
         shard_tokens=shard_tokens,
         threads=threads,

@@ -37,7 +37,14 @@ TopP = Annotated[
 TopKSampling = Annotated[
     int, typer.Option("--top-k-sampling", help="Sample from so many best tokens; 0 is all.")
 ]
-Dtype = Annotated[str, typer.Option("--dtype", help="fp32, bf16, fp16, or auto: the checkpoint's own.")]
+Dtype = Annotated[
+    str,
+    typer.Option(
+        "--dtype",
+        help="The target's dtype: fp32, bf16, fp16; auto is bf16 for a half-precision checkpoint on hardware "
+        "that computes in it, else fp32.",
+    ),
+]
 ChatTemplate = Annotated[
     str | None,
     typer.Option("--chat-template", help="A Jinja file, or vicuna, or llama-2; default the tokenizer's own."),

@@ -8,6 +8,8 @@ from typing import Any
 
 import typer
 
+from . import options
+
 NAME = "plan"
 HELP = "Say what extraction and training will take: bytes, memory, hours. Nothing is made."
 EXAMPLES = """
@@ -29,7 +31,7 @@ def run(
         [], "--set", metavar="KEY=VALUE", help="Change one setting, such as run.epochs=2; repeatable."
     ),
     codec: str = typer.Option("bf16", "--codec", help="How states would be stored: bf16, fp32, fp8 or int8."),
-    dtype: str = typer.Option("auto", "--dtype", help="The target's dtype: fp32, bf16, fp16, auto."),
+    dtype: options.Dtype = "auto",
     device: str | None = typer.Option(
         None, "--device", help="cpu, cuda or cuda:N; default a GPU where there is one."
     ),

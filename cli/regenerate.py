@@ -8,7 +8,7 @@ from typing import Any
 
 import typer
 
-from .options import ChatTemplate, Seed, Temperature, TopP, TrustRemoteCode
+from .options import ChatTemplate, Dtype, Seed, Temperature, TopP, TrustRemoteCode
 
 NAME = "regenerate"
 HELP = "Replace the answers of conversations by the target's own."
@@ -60,7 +60,7 @@ def run(
     batch: int | None = typer.Option(
         None, "--batch", min=1, help="Texts continued at once in process; default 32, on a GPU 128."
     ),
-    dtype: str = typer.Option("auto", "--dtype", help="fp32, bf16, fp16, or auto: the checkpoint's own."),
+    dtype: Dtype = "auto",
     device: str | None = typer.Option(
         None, "--device", help="cpu or cuda; default a GPU where there is one."
     ),
