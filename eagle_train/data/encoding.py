@@ -143,8 +143,7 @@ def _in_processes(
         while waiting:
             yield from waiting.popleft().result()
     except BrokenProcessPool as error:
-        if sys.version_info < (3, 12):  # CPython gh-94777: else its feeder waits for readers that are gone
-            pool._call_queue._reader.close()  # type: ignore[attr-defined]
+        _release(pool)
         raise UserError(
             f"one of the {processes} worker processes died (out of memory?); use fewer with --num-proc"
         ) from error
@@ -159,6 +158,15 @@ def _start_encoder(spec: EncoderSpec) -> None:
     global _encoder
     encoder = Encoder(spec.tokenizer, spec.template)
     _encoder = (encoder, len(spec.tokenizer), spec.max_length, spec.last_turn_only)
+
+
+def _release(pool: ProcessPoolExecutor) -> None:
+    """Let a broken pool end: before Python 3.11.5 it may for ever feed the dead (CPython gh-94777)."""
+    manager: Any = pool._executor_manager_thread
+    if manager is not None and sys.version_info < (3, 11, 5):
+        manager.join(5)
+        if manager.is_alive():  # it does not end by itself, so nobody else closes this
+            pool._call_queue._reader.close()  # type: ignore[attr-defined]
 
 
 _INTERRUPTS = (signal.SIGINT, signal.SIGTERM)
