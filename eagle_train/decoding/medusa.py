@@ -13,6 +13,7 @@ from eagle_train.decoding.sampling import Chance
 from eagle_train.decoding.shapes import Chain, Shape, Static
 from eagle_train.decoding.trees import StaticShape, Tree, best_paths
 from eagle_train.errors import UserError
+from eagle_train.heads.config import HeadConfig
 from eagle_train.heads.medusa import MedusaHead
 from eagle_train.targets.load import Target
 
@@ -24,6 +25,23 @@ def usual_tree(num_heads: int) -> Static:
     """Return the tree of 63 guesses that is best where a head's guesses get rarer with depth and rank."""
     rates = [[0.6 * 0.8**depth / (rank + 1) ** 1.5 for rank in range(_RANKS)] for depth in range(num_heads)]
     return Static(best_paths(rates, _GUESSES))
+
+
+def static_shape(config: HeadConfig, shape: Shape) -> StaticShape:
+    """Return the tree of a chain or a static tree. Raises UserError for what the heads cannot draft."""
+    if isinstance(shape, Chain) and not shape.stop:
+        static = StaticShape.chain(shape.gamma)
+    elif isinstance(shape, Static):
+        static = StaticShape.from_paths(shape.paths)
+    else:
+        raise UserError(f"a {shape.figures['draft']} draft: Medusa heads draft a chain or a static tree")
+    deepest, widest = max(static.depths), max(static.ranks) + 1
+    if deepest > config.medusa_heads or widest > config.draft_vocab_size:
+        raise UserError(
+            f"a draft of depth {deepest} and {widest} ranks: the head has {config.medusa_heads} "
+            f"Medusa heads over {config.draft_vocab_size} tokens; wanted a smaller draft"
+        )
+    return static
 
 
 class MedusaDrafter:
@@ -40,20 +58,9 @@ class MedusaDrafter:
         self.head = head.to(device=target.device, dtype=target.dtype).eval()
         self.frozen = target.frozen()
         shape = shape or usual_tree(head.config.medusa_heads)
-        if isinstance(shape, Chain) and not shape.stop:
-            self._static = StaticShape.chain(shape.gamma)
-        elif isinstance(shape, Static):
-            self._static = StaticShape.from_paths(shape.paths)
-        else:
-            raise UserError(f"a {shape.figures['draft']} draft: Medusa heads draft a chain or a static tree")
+        self._static = static_shape(head.config, shape)
         self.shape = shape
-        deepest, widest = max(self._static.depths), max(self._static.ranks) + 1
-        if deepest > head.config.medusa_heads or widest > head.config.draft_vocab_size:
-            raise UserError(
-                f"a draft of depth {deepest} and {widest} ranks: the head has {head.config.medusa_heads} "
-                f"Medusa heads over {head.config.draft_vocab_size} tokens; wanted a smaller draft"
-            )
-        self._deepest, self._widest = deepest, widest
+        self._deepest, self._widest = max(self._static.depths), max(self._static.ranks) + 1
 
     def begin(self, chance: Chance) -> None:
         """Nothing is kept from one round to the next."""

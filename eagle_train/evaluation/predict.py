@@ -11,15 +11,18 @@ from typing import Any
 import torch
 
 from eagle_train.data.prepare import prepare
+from eagle_train.decoding.medusa import static_shape
 from eagle_train.decoding.sampling import Sampling
 from eagle_train.decoding.shapes import Chain, Dynamic, Sampled, Shape
 from eagle_train.decoding.trees import StaticShape
 from eagle_train.errors import UserError
 from eagle_train.evaluation.figures import SizeClasses, acceptance_figures
-from eagle_train.evaluation.heads import find_head, open_head, run_of
+from eagle_train.evaluation.heads import find_head, run_of
 from eagle_train.evaluation.replay import NEVER, replay_chain, replay_paths, tables
 from eagle_train.heads.config import HeadConfig, check_window
 from eagle_train.heads.disk import Head
+from eagle_train.heads.foreign import read_any
+from eagle_train.heads.medusa import MedusaHead
 from eagle_train.io import read_json
 from eagle_train.losses.acceptance import AcceptanceCounts, chain_hits
 from eagle_train.progress import progress
@@ -29,11 +32,11 @@ from eagle_train.shards.frozen_target import FrozenTarget
 from eagle_train.shards.reader import Shards, open_shards
 from eagle_train.shards.schema import MANIFEST, holds_feature_of
 from eagle_train.targets.extract import extract
-from eagle_train.targets.load import default_device
+from eagle_train.targets.load import default_device, load_target
 from eagle_train.training.held_out import split
 from eagle_train.training.loader import Loader
 from eagle_train.training.run_folder import RECIPE, RECORD, fingerprint
-from eagle_train.training.trained_on import other_weights
+from eagle_train.training.trained_on import other_weights, trained_on
 
 _TOKENS_AT_ONCE = 4096
 
@@ -70,23 +73,31 @@ def predict(
             f"predict: a {shape.figures['draft']} tree depends on more than the text; "
             "give a chain or a static tree, or decode"
         )
-    depth = open_shards(texts).info["num_layers"] if (Path(texts) / MANIFEST).is_file() else None
-    name = str(head) if isinstance(head, str | Path) else "as given"
-    # a copy: it is cast below
-    loaded = open_head(head, depth=depth) if isinstance(head, str | Path) else copy.deepcopy(head)
-    device = default_device() if device is None else device
-    if (Path(texts) / MANIFEST).is_file():
-        shards = open_shards(texts)
-        which = "as given"
-        if rows is None:
-            rows, which = _rows_to_read(head, shards)
-        _refuse_other_weights(head, shards, other_target)
-        figures = _figures(loaded, shards, rows, shape, sampling, device, show)
-    elif target is None:
+    where = find_head(head) if isinstance(head, str | Path) else None
+    shards = open_shards(texts) if (Path(texts) / MANIFEST).is_file() else None
+    if shards is None and target is None:
         raise UserError(
             f"{texts}: not a folder of shards; for a file of answers give --target, whose features are needed"
         )
+    if where is not None and not other_target and trained_on(where) is not None:
+        known = shards.info["target"] if shards else _identity(str(target), dtype, trust_remote_code)
+        if words := other_weights(where, known):
+            raise UserError(f"{words}; give --other-target to predict all the same")
+    if isinstance(head, str | Path):
+        assert where is not None
+        name, loaded = str(head), read_any(where, None, shards.info["num_layers"] if shards else None)
     else:
+        name, loaded = "as given", copy.deepcopy(head)  # it is cast below
+    if isinstance(loaded, MedusaHead):
+        static_shape(loaded.config, shape)  # refuses what Medusa heads cannot draft
+    device = default_device() if device is None else device
+    if shards is not None:
+        which = "as given"
+        if rows is None:
+            rows, which = _rows_to_read(where, shards)
+        figures = _figures(loaded, shards, rows, shape, sampling, device, show)
+    else:
+        assert target is not None
         with tempfile.TemporaryDirectory(prefix="eagle-predict-") as temporary:
             folder = Path(temporary)
             prepare(
@@ -104,14 +115,13 @@ def predict(
                 features=loaded.config.kind,
                 codec="fp32",
                 dtype=dtype,
-                layer_ids=_wanted_layers(loaded.config),
+                layer_ids=loaded.config.feature_layers or None,
                 trust_remote_code=trust_remote_code,
                 show=show,
                 announce=False,
             )
             shards = open_shards(folder / "shards")
             rows, which = list(range(shards.num_rows)), "all"
-            _refuse_other_weights(head, shards, other_target)
             figures = _figures(loaded, shards, rows, shape, sampling, device, show)
     return {
         "head": name,
@@ -146,7 +156,9 @@ def _figures(
     loader = Loader(shards, head.config.kind, depth, _TOKENS_AT_ONCE)
     by_place, by_context = SizeClasses(), SizeClasses()
     counts, rounds, tokens = AcceptanceCounts(), 0.0, 0
-    by_law = isinstance(shape, Chain) and (shape.stop > 0 or not sampling.greedy)
+    # Medusa's guesses are no samples: they stand by the target's law alone, as greedy ones do
+    samples = not (sampling.greedy or isinstance(head, MedusaHead))
+    by_law = isinstance(shape, Chain) and (shape.stop > 0 or samples)
     with progress("predict", sum(int(shards.lengths[row]) for row in rows), "tokens", show) as bar:
         for batch in loader.evaluation(rows):
             batch = batch.to(device)
@@ -172,7 +184,7 @@ def _replayed(
     by_place: SizeClasses,
     by_context: SizeClasses,
 ) -> AcceptanceCounts:
-    """Replay a greedy chain or a static tree; sort its rounds by where they began."""
+    """Replay a chain of first choices or a static tree; sort its rounds by where they began."""
     room, began = batch.room.tolist(), []  # type: tuple[list[int], list[tuple[int, int]]]
     if isinstance(shape, Chain):  # first choices are enough, and faster
         hits = chain_hits(head, frozen, batch, shape.gamma)
@@ -192,15 +204,9 @@ def _replayed(
     return counts
 
 
-def _refuse_other_weights(head: str | Path | Head, shards: Shards, other_target: bool) -> None:
-    if other_target or not isinstance(head, str | Path):
-        return
-    if words := other_weights(find_head(head), shards.info["target"]):
-        raise UserError(f"{words}; give --other-target to predict all the same")
-
-
-def _wanted_layers(config: HeadConfig) -> tuple[int, ...] | None:
-    return config.feature_layers or None
+def _identity(target: str, dtype: str, trust_remote_code: bool) -> dict[str, Any]:
+    """Load a target for the record of its weights alone: cheap beside the features of other weights."""
+    return load_target(target, dtype=dtype, trust_remote_code=trust_remote_code).identity()
 
 
 def _check(config: HeadConfig, shards: Shards) -> None:
@@ -225,10 +231,10 @@ def _check(config: HeadConfig, shards: Shards) -> None:
         )
 
 
-def _rows_to_read(head: str | Path | Head, shards: Shards) -> tuple[list[int], str]:
+def _rows_to_read(where: Path | None, shards: Shards) -> tuple[list[int], str]:
     """Return all rows, or those held out where the head was trained on these shards."""
     everything = list(range(shards.num_rows))
-    run = run_of(find_head(head).resolve()) if isinstance(head, str | Path) else None
+    run = None if where is None else run_of(where.resolve())
     if run is None or not all((run / name).is_file() for name in (RECORD, RECIPE)):
         return everything, "all"
     if read_json(run / RECORD, "choose another run").get("shards") != fingerprint(shards):

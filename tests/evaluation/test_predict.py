@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from eagle_train.data.prepare import prepare
-from eagle_train.decoding.loop import Settings, plain
+from eagle_train.decoding.loop import Generation, Settings, generate, plain
+from eagle_train.decoding.medusa import MedusaDrafter
 from eagle_train.decoding.sampling import Sampling
 from eagle_train.decoding.shapes import Chain, Dynamic, Sampled, Static
 from eagle_train.errors import UserError
@@ -18,7 +20,8 @@ from eagle_train.evaluation.predict import predict
 from eagle_train.evaluation.questions import Question, conversations
 from eagle_train.evaluation.report import predicted_lines
 from eagle_train.heads.config import HeadConfig
-from eagle_train.heads.disk import build_head, save_head
+from eagle_train.heads.disk import build_head, load_head, save_head
+from eagle_train.losses.acceptance import AcceptanceCounts
 from eagle_train.provenance import tokenizer_fingerprint
 from eagle_train.recipe_files import load_recipe
 from eagle_train.shards.reader import open_shards
@@ -47,14 +50,22 @@ def some_head(target: Target, kind: str):
 def write_answers(target: Target, file: Path) -> None:
     """The target's greedy answers to the questions, as an Answers file."""
     records = []
-    made_by = {"model": "tiny", "tokenizer_fingerprint": tokenizer_fingerprint(target.tokenizer)}
     for question, conversation in conversations(target.tokenizer, QUESTIONS):
         made = plain(target, conversation.ask(0), Settings(max_new_tokens=24))
-        text = target.tokenizer.decode(made.ids, skip_special_tokens=True)
-        answer = {"role": "assistant", "content": text, "answer_ids": made.ids, "finished": made.ended}
-        messages = [{"role": "user", "content": question.turns[0]}, answer]
-        records.append({"id": question.id, "messages": messages, "generated_by": made_by})
-    file.write_text("".join(json.dumps(record) + "\n" for record in records))
+        records.append(record_of(target, question, made))
+    write_records(target, records, file)
+
+
+def record_of(target: Target, question: Question, made: Generation) -> dict[str, Any]:
+    text = target.tokenizer.decode(made.ids, skip_special_tokens=True)
+    answer = {"role": "assistant", "content": text, "answer_ids": made.ids, "finished": made.ended}
+    return {"id": question.id, "messages": [{"role": "user", "content": question.turns[0]}, answer]}
+
+
+def write_records(target: Target, records: list[dict[str, Any]], file: Path) -> None:
+    made_by = {"model": "tiny", "tokenizer_fingerprint": tokenizer_fingerprint(target.tokenizer)}
+    lines = (json.dumps({**record, "generated_by": made_by}) for record in records)
+    file.write_text("".join(f"{line}\n" for line in lines))
 
 
 @pytest.fixture(scope="module")
@@ -131,6 +142,48 @@ def test_a_sampled_chain_is_expected_to_take_the_rounds_it_took(target, answered
     assert 1 < warm["tau"] < 4
     assert warm["tau"] != pytest.approx(greedy["tau"], abs=0.05)
     assert "as expected" in "\n".join(predicted_lines(warm))
+
+
+@pytest.fixture(scope="module")
+def medusa(answered, tmp_path_factory) -> Path:
+    """Medusa heads that know the greedy answers by heart."""
+    changes = ["head.kind=medusa", "head.medusa_heads=2", "head.draft_vocab_size=null", "optim.lr=0.02"]
+    changes += ["run.steps=40", "run.eval_every=40", "run.save_every=40", "data.held_out=1"]
+    run = tmp_path_factory.mktemp("runs") / "medusa"
+    train(answered[1]["eagle1"], load_recipe("eagle3-tiny", changes), run, show=False)
+    return run / "last"
+
+
+@pytest.mark.parametrize("temperature", [0.03, 1.0])
+@pytest.mark.parametrize("draft", [Chain(2), Static(((0,), (1,), (0, 0), (0, 1)))], ids=["chain", "static"])
+def test_medusas_guesses_of_a_sampled_text_stand_as_the_loop_says(
+    target, medusa, draft, temperature, tiny_target_dir, tmp_path
+):
+    """They are no samples: given the token that was written, a guess of it stood for certain."""
+    sampling, measured, records = Sampling(temperature, top_k=2), AcceptanceCounts(), []
+    drafter = MedusaDrafter(load_head(medusa), target, draft)
+    for seed, (question, conversation) in enumerate(conversations(target.tokenizer, QUESTIONS)):
+        settings = Settings(max_new_tokens=40, sampling=sampling, seed=seed)
+        made = generate(target, drafter, conversation.ask(0), settings)
+        measured += made.counts
+        records.append(record_of(target, question, made))
+    write_records(target, records, tmp_path / "sampled.jsonl")
+    given = {"draft": draft, "sampling": sampling, "dtype": "fp32", "show": False}
+    predicted = predict(medusa, tmp_path / "sampled.jsonl", str(tiny_target_dir), **given)
+    assert (predicted["rounds"], predicted["tokens"]) == (measured.rounds, measured.tokens)
+    assert predicted["accepted_histogram"][: len(measured.histogram)] == list(measured.histogram)
+    assert predicted["tau"] > (1.01 if temperature == 1 else 1.2)
+
+
+def test_what_medusa_heads_cannot_draft_is_refused(target, answered):
+    head = build_head(HeadConfig.for_target(target.config.to_dict(), "medusa", medusa_heads=2))
+    for draft, words in (
+        (Sampled((2,)), "a sampled draft: Medusa heads draft a chain or a static tree"),
+        (Chain(2, stop=0.5), "a chain draft: Medusa heads"),
+        (Chain(3), "a draft of depth 3 and 1 ranks: the head has 2 Medusa heads"),
+    ):
+        with pytest.raises(UserError, match=words):
+            predict(head, answered[1]["eagle3"], draft=draft, show=False)
 
 
 def test_what_depends_on_more_than_the_text_is_not_predicted(answered, trained):

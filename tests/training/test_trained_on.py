@@ -75,6 +75,16 @@ def test_predicting_with_it_is_refused_unless_told(
     assert predict(run, other_shards, other_target=True, show=False, device="cpu")["rows"] == 24
 
 
+def test_predicting_on_texts_is_refused_before_the_targets_features_are_taken(
+    run: Path, tmp_path: Path, other_target: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("eagle_train.evaluation.predict.extract", lambda *_, **__: pytest.fail("extracted"))
+    monkeypatch.setattr("eagle_train.evaluation.predict.prepare", lambda *_, **__: pytest.fail("prepared"))
+    (tmp_path / "texts.jsonl").write_text("{}\n")
+    with pytest.raises(UserError, match=r"trained on .* give --other-target to predict all the same"):
+        predict(run, tmp_path / "texts.jsonl", str(other_target), show=False, device="cpu")
+
+
 def test_evaluating_it_warns(run: Path, tiny_target_dir: Path, other_target: Path) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
