@@ -26,7 +26,7 @@ EXAMPLES = """
 
 def run(
     out: Path = typer.Option(Path("eagle-demo"), "--out", help="Folder for everything the demo makes."),
-    as_json: bool = typer.Option(False, "--json", help="Print the figures as JSON."),
+    as_json: options.AsJson = False,
 ) -> int:
     from eagle_train.demo import demo
     from eagle_train.evaluation.report import fault

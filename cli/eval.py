@@ -54,12 +54,7 @@ def run(
         help="plain, draft-model=DIR (or =first:6, the target's own layers), prompt-lookup, lookahead; "
         "medusa, eagle1, eagle2, eagle3 (=DIR, or HEAD's). Repeat it to compare.",
     ),
-    questions: list[str] | None = typer.Option(
-        None,
-        "--questions",
-        help="mt_bench, gsm8k, humaneval, alpaca or cnn_dm from the hub, or JSON lines in MT-bench form. "
-        "Repeat it for a table. Default the built-in 60 held-out questions.",
-    ),
+    questions: options.ManyQuestions = None,
     num_questions: int | None = typer.Option(
         None, "--num-questions", help="Only so many questions, evenly spread over the file."
     ),
@@ -112,9 +107,7 @@ def run(
         "chain's. Exit code 1 where anything differs.",
     ),
     seed: options.Seed = 0,
-    device_map: str | None = typer.Option(
-        None, "--device-map", help="auto spreads a target over all devices that it needs."
-    ),
+    device_map: options.DeviceMap = None,
     trust_remote_code: options.TrustRemoteCode = False,
     report: list[str] | None = typer.Option(
         None,
@@ -122,7 +115,7 @@ def run(
         metavar="FILE",
         help="Write the figures as .html (with plots), .csv or .json; repeat it.",
     ),
-    as_json: bool = typer.Option(False, "--json", help="Print the figures as JSON."),
+    as_json: options.AsJson = False,
 ) -> int:
     from eagle_train.errors import UserError
 

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import typer
 
+from . import options
+
 NAME = "export"
 HELP = "Write the directory that a serving engine loads, and check it."
 EXAMPLES = """
@@ -43,12 +45,12 @@ def run(
     target: str | None = typer.Option(
         None, "--target", help="The target's hub id or directory; default what the head records."
     ),
-    overwrite: bool = typer.Option(False, "--overwrite", help="Replace --out whatever it holds."),
+    overwrite: options.Overwrite = False,
     push_to_hub: str | None = typer.Option(
         None, "--push-to-hub", metavar="OWNER/NAME", help="Upload it to this model repository too."
     ),
     private: bool = typer.Option(False, "--private", help="Make a repository that is new private."),
-    as_json: bool = typer.Option(False, "--json", help="Print what was made as JSON."),
+    as_json: options.AsJson = False,
 ) -> None:
     from eagle_train.export import hub
     from eagle_train.export.export import export

@@ -24,8 +24,8 @@ EXAMPLES = """
 
 
 def run(
-    rows: Path = typer.Argument(..., metavar="ROWS", help="The folder that eagle prepare made."),
-    target: str = typer.Option(..., "--target", help="The target: hub id, directory or .gguf file."),
+    rows: options.Rows,
+    target: options.Target,
     out: Path = typer.Option(..., "--out", help="Folder for the shards; what is finished there is kept."),
     features: str = typer.Option("eagle3", "--for", help="eagle3, eagle1, medusa or all."),
     codec: str = typer.Option(
@@ -42,12 +42,8 @@ def run(
         "--processes",
         help="Workers on this machine; default one a GPU, or one a core as far as memory and work allow.",
     ),
-    device: str | None = typer.Option(
-        None, "--device", help="cpu, cuda or cuda:N; default a GPU where there is one."
-    ),
-    device_map: str | None = typer.Option(
-        None, "--device-map", help="Spread one model over all devices, for example auto; one process."
-    ),
+    device: options.Device = None,
+    device_map: options.DeviceMap = None,
     threads: int | None = typer.Option(
         None,
         "--threads",
@@ -70,11 +66,9 @@ def run(
     max_bad_rows: int | None = typer.Option(
         None, "--max-bad-rows", min=0, help="Rows with NaN features to skip before stopping; default 1 %."
     ),
-    trust_remote_code: bool = typer.Option(
-        False, "--trust-remote-code", help="Run code that the checkpoint brings along."
-    ),
+    trust_remote_code: options.TrustRemoteCode = False,
     ignore_disk: bool = typer.Option(False, "--ignore-disk", help="Start although the disk lacks the room."),
-    as_json: bool = typer.Option(False, "--json", help="Print the figures as JSON."),
+    as_json: options.AsJson = False,
     worker: bool = typer.Option(False, "--worker", hidden=True, help="Started by this command itself."),
 ) -> None:
     from eagle_train import distributed

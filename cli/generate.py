@@ -21,7 +21,7 @@ EXAMPLES = """
 
 def run(
     head: options.Head,
-    target: str = typer.Option(..., "--target", help="The target: hub id, directory or .gguf file."),
+    target: options.Target,
     prompt: str | None = typer.Option(
         None, "--prompt", help="What to ask; default: read from standard input."
     ),

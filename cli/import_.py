@@ -9,7 +9,7 @@ from typing import Any
 
 import typer
 
-from .options import parse_layers
+from . import options
 
 NAME = "import"
 HELP = "Read a head that another toolkit trained (EAGLE, SpecForge, speculators, ModelOpt)."
@@ -45,14 +45,18 @@ def run(
         None, "--sliding-window", min=0, help="Rows that a row sees, 0 for all, where readers differ."
     ),
     allow_bin: bool = typer.Option(False, "--allow-bin", help="Read a pytorch_model.bin, weights only."),
-    overwrite: bool = typer.Option(False, "--overwrite", help="Replace --out whatever it holds."),
-    as_json: bool = typer.Option(False, "--json", help="Print what was read as JSON."),
+    overwrite: options.Overwrite = False,
+    as_json: options.AsJson = False,
 ) -> None:
     from eagle_train.export.importing import import_head
     from eagle_train.heads.foreign_config import Told
 
     told = Told(
-        parse_layers("--layer-ids", layer_ids), rope_theta, norm_before_residual, sliding_window, allow_bin
+        options.parse_layers("--layer-ids", layer_ids),
+        rope_theta,
+        norm_before_residual,
+        sliding_window,
+        allow_bin,
     )
     made = import_head(source, out, target=target, told=told, overwrite=overwrite)
     print(json.dumps(made) if as_json else "\n".join(_lines(made)))

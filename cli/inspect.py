@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import sys
-from pathlib import Path
 
 import typer
+
+from . import options
 
 NAME = "inspect"
 HELP = "Show prepared rows with their supervised tokens marked."
@@ -22,7 +23,7 @@ EXAMPLES = """
 
 
 def run(
-    rows: Path = typer.Argument(..., metavar="ROWS", help="The folder that eagle prepare made."),
+    rows: options.Rows,
     row: int = typer.Option(0, "--row", help="Which row to show, from 0."),
     tokens: bool = typer.Option(
         False, "--tokens", help="Also list each token: place, id, text, + if supervised."
@@ -30,10 +31,8 @@ def run(
     target: str | None = typer.Option(
         None, "--target", help="Where the tokenizer is now; default where prepare found it."
     ),
-    trust_remote_code: bool = typer.Option(
-        False, "--trust-remote-code", help="Run code that the tokenizer brings along."
-    ),
-    as_json: bool = typer.Option(False, "--json", help="Print the row and the counts as JSON."),
+    trust_remote_code: options.TrustRemoteCode = False,
+    as_json: options.AsJson = False,
 ) -> None:
     from eagle_train.data.inspect import bracketed, count_lines, describe_row, print_coloured, shown
     from eagle_train.data.rows import open_rows

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -13,6 +14,16 @@ if TYPE_CHECKING:
 
 Head = Annotated[
     str, typer.Argument(metavar="HEAD", help="A run of eagle train (its best), a head directory or a hub id.")
+]
+Rows = Annotated[Path, typer.Argument(metavar="ROWS", help="The folder that eagle prepare made.")]
+Target = Annotated[str, typer.Option("--target", help="The target: hub id, directory or .gguf file.")]
+_QUESTIONS = (
+    "mt_bench, gsm8k, humaneval, alpaca or cnn_dm from the hub, or JSON lines in MT-bench form; default the "
+    "built-in 60 held-out questions."
+)
+Questions = Annotated[str | None, typer.Option("--questions", help=_QUESTIONS)]
+ManyQuestions = Annotated[
+    list[str] | None, typer.Option("--questions", help=f"{_QUESTIONS} Repeat it for a table.")
 ]
 Gamma = Annotated[int | None, typer.Option("--gamma", max=256, help="Guesses of a chain; default 3.")]
 TreeTokens = Annotated[
@@ -49,6 +60,24 @@ ChatTemplate = Annotated[
     str | None,
     typer.Option("--chat-template", help="A Jinja file, or vicuna, or llama-2; default the tokenizer's own."),
 ]
+TemplateArg = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--template-arg", help="NAME=VALUE for the chat template, such as enable_thinking=false; repeatable."
+    ),
+]
+SkipBad = Annotated[
+    bool, typer.Option("--skip-bad", help="Keep the good records of damaged files; the bad are named.")
+]
+Device = Annotated[
+    str | None, typer.Option("--device", help="cpu, cuda or cuda:N; default a GPU where there is one.")
+]
+DeviceMap = Annotated[
+    str | None,
+    typer.Option("--device-map", help="Spread one model over all devices, for example auto; one process."),
+]
+Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace --out whatever it holds.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
 Seed = Annotated[int, typer.Option("--seed", min=0, max=2**63 - 1, help="Seed of the draws when sampling.")]
 TrustRemoteCode = Annotated[
     bool, typer.Option("--trust-remote-code", help="Run code that the target brings along.")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
 import typer
@@ -24,27 +23,23 @@ EXAMPLES = """
 
 
 def run(
-    rows: Path = typer.Argument(..., metavar="ROWS", help="The folder that eagle prepare made."),
-    target: str = typer.Option(..., "--target", help="The target: hub id, directory or .gguf file."),
+    rows: options.Rows,
+    target: options.Target,
     recipe: str = typer.Option(..., "--recipe", help="A built-in recipe or a .yaml file, as for train."),
     settings: list[str] = typer.Option(
         [], "--set", metavar="KEY=VALUE", help="Change one setting, such as run.epochs=2; repeatable."
     ),
     codec: str = typer.Option("bf16", "--codec", help="How states would be stored: bf16, fp32, fp8 or int8."),
     dtype: options.Dtype = "auto",
-    device: str | None = typer.Option(
-        None, "--device", help="cpu, cuda or cuda:N; default a GPU where there is one."
-    ),
+    device: options.Device = None,
     processes: int | None = typer.Option(
         None, "--processes", min=1, help="Extraction workers; default as many as extract would start."
     ),
     seconds: float = typer.Option(
         10.0, "--seconds", min=0, max=3600, help="Try extraction and training so long each; 0 leaves it out."
     ),
-    trust_remote_code: bool = typer.Option(
-        False, "--trust-remote-code", help="Run code that the checkpoint brings along."
-    ),
-    as_json: bool = typer.Option(False, "--json", help="Print the figures as JSON."),
+    trust_remote_code: options.TrustRemoteCode = False,
+    as_json: options.AsJson = False,
 ) -> None:
     from eagle_train.estimate import estimate
     from eagle_train.recipe_files import load_recipe

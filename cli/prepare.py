@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import typer
+
+from . import options
 
 NAME = "prepare"
 HELP = "Turn conversations into token rows with a loss mask."
@@ -22,22 +24,18 @@ EXAMPLES = """
 
 
 def run(
-    data: list[str] = typer.Argument(
-        ...,
-        metavar="DATA...",
-        help="ShareGPT or messages files (.json, .jsonl, also .gz, .parquet), folders, globs, or hub "
-        "datasets as owner/name[:split]; behind one, =0.5 is its weight in a mixture.",
-    ),
-    target: str = typer.Option(..., "--target", help="The target: hub id, directory or .gguf file."),
+    data: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="DATA...",
+            help="ShareGPT or messages files (.json, .jsonl, also .gz, .parquet), folders, globs, or hub "
+            "datasets as owner/name[:split]; behind one, =0.5 is its weight in a mixture.",
+        ),
+    ],
+    target: options.Target,
     out: Path = typer.Option(..., "--out", help="Folder for the rows."),
-    chat_template: str | None = typer.Option(
-        None, "--chat-template", help="A Jinja file, or vicuna, or llama-2; default the tokenizer's own."
-    ),
-    template_arg: list[str] = typer.Option(
-        [],
-        "--template-arg",
-        help="NAME=VALUE for the chat template, such as enable_thinking=false; repeatable.",
-    ),
+    chat_template: options.ChatTemplate = None,
+    template_arg: options.TemplateArg = None,
     max_length: int = typer.Option(
         2048, "--max-length", help="Tokens of a row; what is longer is cut on the right."
     ),
@@ -47,17 +45,13 @@ def run(
     drop_duplicates: bool = typer.Option(
         False, "--drop-duplicates", help="Leave out rows that equal an earlier one."
     ),
-    skip_bad: bool = typer.Option(
-        False, "--skip-bad", help="Keep the good records of damaged files; the bad are named."
-    ),
+    skip_bad: options.SkipBad = False,
     num_proc: int | None = typer.Option(
         None, "--num-proc", min=1, help="Worker processes; default one a core."
     ),
     overwrite: bool = typer.Option(False, "--overwrite", help="Replace other rows that are at --out."),
-    trust_remote_code: bool = typer.Option(
-        False, "--trust-remote-code", help="Run code that the tokenizer brings along."
-    ),
-    as_json: bool = typer.Option(False, "--json", help="Print the figures as JSON."),
+    trust_remote_code: options.TrustRemoteCode = False,
+    as_json: options.AsJson = False,
 ) -> None:
     from eagle_train.data.inspect import shown
     from eagle_train.data.prepare import prepare
@@ -68,7 +62,7 @@ def run(
         target,
         out,
         chat_template=chat_template,
-        template_arguments=parse_arguments(template_arg),
+        template_arguments=parse_arguments(template_arg or []),
         max_length=max_length,
         last_turn_only=last_turn_only,
         drop_duplicates=drop_duplicates,

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import typer
 
-from .options import ChatTemplate, Dtype, Seed, Temperature, TopP, TrustRemoteCode
+from . import options
 
 NAME = "regenerate"
 HELP = "Replace the answers of conversations by the target's own."
@@ -25,10 +25,13 @@ EXAMPLES = """
 
 def run(
     context: typer.Context,
-    data: list[str] = typer.Argument(
-        ..., metavar="DATA...", help="Conversations as for eagle prepare; their answers are not looked at."
-    ),
-    target: str = typer.Option(..., "--target", help="The target: hub id, directory or .gguf file."),
+    data: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="DATA...", help="Conversations as for eagle prepare; their answers are not looked at."
+        ),
+    ],
+    target: options.Target,
     out: Path = typer.Option(..., "--out", help="The file to write: .jsonl or .jsonl.gz."),
     server: str | None = typer.Option(
         None, "--server", help="URL of an OpenAI-compatible server that runs the target (vLLM, SGLang)."
@@ -44,40 +47,30 @@ def run(
     in_flight: int = typer.Option(256, "--in-flight", help="Conversations asked for at the same time."),
     tries: int = typer.Option(6, "--tries", help="Tries of one request, with longer and longer pauses."),
     timeout: float = typer.Option(600.0, "--timeout", help="Seconds that one request may take."),
-    temperature: Temperature = 0.0,
-    top_p: TopP = 1.0,
+    temperature: options.Temperature = 0.0,
+    top_p: options.TopP = 1.0,
     max_tokens: int = typer.Option(1024, "--max-tokens", help="Tokens of one answer, thoughts included."),
-    seed: Seed = 0,
+    seed: options.Seed = 0,
     thinking: str = typer.Option(
         "keep", "--thinking", help="keep or strip what a reasoning model thinks before it answers."
     ),
-    chat_template: ChatTemplate = None,
-    template_arg: list[str] = typer.Option(
-        [],
-        "--template-arg",
-        help="NAME=VALUE for the chat template, such as enable_thinking=false; repeatable.",
-    ),
+    chat_template: options.ChatTemplate = None,
+    template_arg: options.TemplateArg = None,
     batch: int | None = typer.Option(
         None, "--batch", min=1, help="Texts continued at once in process; default 32, on a GPU 128."
     ),
-    dtype: Dtype = "auto",
-    device: str | None = typer.Option(
-        None, "--device", help="cpu or cuda; default a GPU where there is one."
-    ),
-    device_map: str | None = typer.Option(
-        None, "--device-map", help="Spread one model over all devices, for example auto; one process."
-    ),
+    dtype: options.Dtype = "auto",
+    device: options.Device = None,
+    device_map: options.DeviceMap = None,
     processes: int | None = typer.Option(
         None, "--processes", min=1, help="Workers on this machine; default one a GPU, on a CPU one."
     ),
     max_failures: int = typer.Option(
         100, "--max-failures", min=0, help="Answers of a worker that may fail before it stops."
     ),
-    skip_bad: bool = typer.Option(
-        False, "--skip-bad", help="Keep the good records of damaged files; the bad are named."
-    ),
-    trust_remote_code: TrustRemoteCode = False,
-    as_json: bool = typer.Option(False, "--json", help="Print the report as JSON."),
+    skip_bad: options.SkipBad = False,
+    trust_remote_code: options.TrustRemoteCode = False,
+    as_json: options.AsJson = False,
     worker: bool = typer.Option(False, "--worker", hidden=True, help="Started by this command itself."),
 ) -> None:
     from eagle_train import distributed
@@ -91,7 +84,7 @@ def run(
     if thinking not in ("keep", "strip"):
         raise UserError(f"--thinking {thinking}: wanted keep or strip{nearest(thinking, ('keep', 'strip'))}")
     settings = AnswerSettings(temperature, top_p, max_tokens, seed, thinking == "keep")
-    arguments = parse_arguments(template_arg)
+    arguments = parse_arguments(template_arg or [])
     asked = None
     if server is not None:
         asked = Server(server, served_model, in_flight, tries, timeout, api_key_env)

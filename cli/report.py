@@ -7,6 +7,8 @@ from pathlib import Path
 
 import typer
 
+from . import options
+
 NAME = "report"
 HELP = "Draw a run's course: loss, acceptance length, learning rate, speed, as one HTML page."
 EXAMPLES = """
@@ -22,7 +24,7 @@ EXAMPLES = """
 
 def run(
     folder: Path = typer.Argument(..., metavar="RUN", help="The --out of eagle train, finished or not."),
-    as_json: bool = typer.Option(False, "--json", help="Print the path of the page as JSON."),
+    as_json: options.AsJson = False,
 ) -> None:
     from eagle_train.training.page import write_page
 

@@ -8,6 +8,8 @@ from typing import Any
 
 import typer
 
+from . import options
+
 NAME = "shards"
 HELP = "Care for shard directories: verify, info, merge, split, prune."
 EXAMPLES = """
@@ -40,7 +42,7 @@ def run(
     ),
     row: list[str] | None = typer.Option(None, "--row", help="prune: a row's id, its shard goes; repeat it."),
     damaged: bool = typer.Option(False, "--damaged", help="prune: shards that are cut or changed."),
-    as_json: bool = typer.Option(False, "--json", help="Print what was found or made as JSON."),
+    as_json: options.AsJson = False,
 ) -> None:
     from eagle_train.errors import UserError, nearest
     from eagle_train.progress import counted

@@ -11,6 +11,8 @@ import typer
 
 from eagle_train.errors import UserError
 
+from . import options
+
 if TYPE_CHECKING:
     from eagle_train.training.dry_run import Rehearsal
 
@@ -65,7 +67,7 @@ def run(
     rehearse: bool = typer.Option(
         False, "--dry-run", help="Build all, overfit one row, show acceptance rising; nothing is written."
     ),
-    as_json: bool = typer.Option(False, "--json", help="Print the summary as JSON."),
+    as_json: options.AsJson = False,
 ) -> int | None:
     from eagle_train.recipe_files import load_recipe
 

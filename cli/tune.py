@@ -24,12 +24,8 @@ EXAMPLES = """
 
 def run(
     head: options.Head,
-    target: str = typer.Option(..., "--target", help="The target: hub id, directory or .gguf file."),
-    questions: str | None = typer.Option(
-        None,
-        "--questions",
-        help="A public set by name, or JSON lines in MT-bench form; default the built-in.",
-    ),
+    target: options.Target,
+    questions: options.Questions = None,
     num_questions: int = typer.Option(
         16,
         "--num-questions",
@@ -47,7 +43,7 @@ def run(
     out: str | None = typer.Option(
         None, "--out", metavar="FILE.json", help="Write the draft found, for --draft FILE.json."
     ),
-    as_json: bool = typer.Option(False, "--json", help="Print the figures as JSON."),
+    as_json: options.AsJson = False,
 ) -> int:
     from eagle_train.decoding.sampling import Sampling
     from eagle_train.evaluation.tuning import lines, tune

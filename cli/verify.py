@@ -24,12 +24,8 @@ EXAMPLES = """
 
 def run(
     head: options.Head,
-    target: str = typer.Option(..., "--target", help="The target: hub id, directory or .gguf file."),
-    questions: str | None = typer.Option(
-        None,
-        "--questions",
-        help="A public set by name, or JSON lines in MT-bench form; default the built-in.",
-    ),
+    target: options.Target,
+    questions: options.Questions = None,
     num_questions: int = typer.Option(20, "--num-questions", help="So many, evenly spread over the set."),
     max_turns: int | None = typer.Option(None, "--max-turns", min=1, help="Only so many turns of each."),
     draft: list[str] | None = typer.Option(
@@ -46,7 +42,7 @@ def run(
     dtype: list[str] | None = typer.Option(None, "--dtype", help="fp32 and bf16 by default; repeat it."),
     chat_template: options.ChatTemplate = None,
     trust_remote_code: options.TrustRemoteCode = False,
-    as_json: bool = typer.Option(False, "--json", help="Print the figures as JSON."),
+    as_json: options.AsJson = False,
 ) -> int:
     from eagle_train.evaluation.assurance import DTYPES, fault, lines, verify_head
 
