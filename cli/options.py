@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
+from collections.abc import Collection
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -82,6 +83,28 @@ Seed = Annotated[int, typer.Option("--seed", min=0, max=2**63 - 1, help="Seed of
 TrustRemoteCode = Annotated[
     bool, typer.Option("--trust-remote-code", help="Run code that the target brings along.")
 ]
+
+
+def typed(context: typer.Context, leaving: Collection[str] = ()) -> list[str]:
+    """Return the command that was typed, without ``eagle``, but for the parameters named in `leaving`."""
+    arguments, given = [str(context.command.name)], []
+    for parameter in context.command.params:
+        name = str(parameter.name)
+        if name in leaving or not is_given(context, name):
+            continue
+        value = context.params[name]
+        for item in value if isinstance(value, (list, tuple)) else [value]:
+            if parameter.param_type_name == "argument":
+                arguments.append(str(item))
+            else:
+                given += [parameter.opts[0]] if item is True else [parameter.opts[0], str(item)]
+    return [*arguments, *given]
+
+
+def is_given(context: typer.Context, name: str) -> bool:
+    """Return whether a parameter was typed, its default too."""
+    source = context.get_parameter_source(name)
+    return source is not None and not source.name.startswith("DEFAULT")
 
 
 def fail_on(fault: str | None) -> int:

@@ -91,7 +91,7 @@ def run(
     elif not distributed.launched():
         count = processes or default_processes(device, device_map)
         if count > 1:
-            typed = _typed(context, data)
+            typed = [*options.typed(context, leaving=("processes", "as_json")), "--worker"]
             _report(start_workers(count, typed, out), out, target, as_json)
             return
     report = regenerate(
@@ -112,19 +112,6 @@ def run(
     )
     if not worker and report.get("complete"):
         _report(report, out, target, as_json)
-
-
-def _typed(context: typer.Context, data: list[str]) -> list[str]:
-    """Return the command line of one worker: what was typed, but for the number of workers."""
-    typed = [NAME, *data, "--worker"]
-    for parameter in context.command.params:
-        value = context.params.get(parameter.name or "")
-        if parameter.name in ("data", "processes", "worker", "as_json") or value == parameter.default:
-            continue
-        option = parameter.opts[0]
-        for item in value if isinstance(value, (list, tuple)) else [value]:
-            typed += [option] if item is True else [option, str(item)]
-    return typed
 
 
 def _report(report: dict[str, Any], out: Path, target: str, as_json: bool) -> None:

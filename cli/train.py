@@ -30,6 +30,7 @@ EXAMPLES = """
 
 
 def run(
+    context: typer.Context,
     shards: Path = typer.Argument(..., metavar="SHARDS", help="The folder that eagle extract made."),
     recipe: str = typer.Option(
         ...,
@@ -79,16 +80,10 @@ def run(
     if resume and rehearse:
         raise UserError(f"--resume {out}: a dry run begins anew and reads no run; leave one of the two out")
     resolved = load_recipe(recipe, settings)
-    again = ["train", str(shards), "--recipe", recipe, "--out", str(out)]
-    again += [word for setting in settings for word in ("--set", setting)]
-    again += [word for name in track for word in ("--track", name)]
-    again += ["--init-from", init_from] if init_from else []
-    again += ["--deepspeed", deepspeed] if deepspeed else []
     if processes is not None and processes != 1:
         from eagle_train.distributed import relaunch
 
-        flags = {"--resume": resume, "--dry-run": rehearse, "--json": as_json}
-        return relaunch(processes, [*again, *(flag for flag, given in flags.items() if given)])
+        return relaunch(processes, options.typed(context, leaving=("processes",)))
 
     from eagle_train.distributed import is_main
     from eagle_train.training.processes import leave_processes
@@ -97,6 +92,7 @@ def run(
         from eagle_train.training.dry_run import as_json as figures
         from eagle_train.training.dry_run import dry_run
 
+        again = options.typed(context, leaving=("rehearse", "processes"))
         found = dry_run(shards, resolved, init_from=init_from, deepspeed=deepspeed)
         if is_main():
             print(json.dumps(figures(found)) if as_json else _rehearsed(found, _following(again, processes)))

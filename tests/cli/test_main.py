@@ -4,6 +4,9 @@ import subprocess
 import sys
 
 import pytest
+import typer
+from eagle_cli import options
+from eagle_cli.main import app
 
 INTERRUPTED = "interrupted; give the same command again"
 
@@ -76,3 +79,36 @@ def test_nothing_asked_for_shows_the_help_without_an_error():
     assert ran.returncode == 2
     assert "Commands" in ran.stdout + ran.stderr
     assert "error" not in ran.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "leaving"),
+    [
+        (["train", "my shards", "--recipe", "eagle3", "--out", "run"], ()),
+        (
+            [
+                *(
+                    "train",
+                    "shards",
+                    "--recipe",
+                    "r.yaml",
+                    "--out",
+                    "run",
+                    "--set",
+                    "a=1",
+                    "--set",
+                    "c=[1, 2]",
+                ),
+                *("--resume", "--init-from", "head", "--track", "wandb", "--json"),
+            ],
+            ("processes",),
+        ),
+        (["regenerate", "a", "b", "--target", "t", "--out", "o", "--temperature", "0.7", "--batch", "4"], ()),
+        (["prepare", "a", "--target", "t", "--out", "o", "--max-length", "2048"], ()),  # a default typed
+    ],
+)
+def test_a_command_is_typed_again_as_it_was(words, leaving):
+    command = typer.main.get_command(app).commands[words[0]]  # type: ignore[attr-defined]
+    more = ["--processes", "3"] if leaving else []
+    context = command.make_context(words[0], [*more, *words[1:]])
+    assert options.typed(context, leaving) == words
