@@ -22,8 +22,9 @@ from eagle_train.shards.batches import PackedBatch
 from eagle_train.shards.reader import open_shards
 from eagle_train.training import build
 from eagle_train.training.loader import Micro
-from eagle_train.training.processes import join_processes
+from eagle_train.training.processes import join_processes, pick_precision
 from eagle_train.training.session import Session, build_session
+from eagle_train.training.zero import check_optimizer
 
 MOST_STEPS, MOST_SECONDS = 300, 60.0
 LEARNING_RATE = 2e-3
@@ -54,8 +55,11 @@ def dry_run(
 
     Raises UserError for all that `train` would refuse, but for the state of an --out folder.
     """
+    if deepspeed is not None:
+        check_optimizer(recipe.optim)
     processes = join_processes()
-    shards = open_shards(shards_folder)
+    dtype = pick_precision(recipe.run.precision, processes.device)
+    shards = open_shards(shards_folder, rank=processes.rank, world=processes.world, dtype=dtype)
     build.check_shards(recipe, shards)
     hasty = replace(recipe, optim=replace(recipe.optim, name="adamw", lr=LEARNING_RATE, ema=0.0))
     session = build_session(processes, shards, hasty, Path("dry run"), None, init_from, deepspeed)
@@ -122,9 +126,9 @@ def _chain(session: Session, micros: list[Micro], always_right: bool = False) ->
 
 
 def _within_reach(head: Head, batch: PackedBatch, gamma: int) -> Tensor:
-    """Return [gamma, C] bool, true where the target's first choice is in the draft vocabulary."""
+    """Return [gamma, C] bool, true where a guess is made and could be the target's first choice."""
     reach = torch.zeros((gamma, len(batch.rows)), dtype=torch.bool, device=batch.rows.device)
-    for i in range(gamma):
+    for i in range(min(gamma, head.config.medusa_heads or gamma)):
         at = (batch.room > i).nonzero().flatten()
         reach[i, at] = head.in_draft[batch.label_argmax[batch.label0[at] + i]]
     return reach

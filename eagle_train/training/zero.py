@@ -33,7 +33,14 @@ if TYPE_CHECKING:
 
 STAGES = ("zero2", "zero3")
 _STATE = ("exp_avg", "exp_avg_sq")
-_OURS = ("optimizer", "scheduler", "fp16", "amp")  # what the recipe decides, or what is not supported
+_OURS = {
+    "optimizer": "optim",
+    "scheduler": "schedule",
+    "gradient_clipping": "optim.clip_norm",
+    "bf16": "run.precision",
+    "fp16": "run.precision",
+    "amp": "run.precision",
+}  # what the recipe decides, and where
 
 
 def read_zero_config(name_or_path: str) -> dict[str, Any]:
@@ -43,13 +50,15 @@ def read_zero_config(name_or_path: str) -> dict[str, Any]:
     else:
         file = Path(name_or_path)
     config = read_json(file, f"give {' or '.join(STAGES)}, or the path of a DeepSpeed JSON file")
-    stage = (config.get("zero_optimization") or {}).get("stage")
+    zero = config.get("zero_optimization")
+    if not isinstance(zero, dict):
+        raise UserError(f"{file}: zero_optimization: got {zero!r}, wanted settings with a stage of 1, 2 or 3")
+    stage = zero.get("stage")
     if stage not in (1, 2, 3):
         raise UserError(f"{file}: zero_optimization.stage: got {stage!r}, wanted 1, 2 or 3")
-    if found := [key for key in _OURS if key in config]:
-        raise UserError(
-            f"{file}: {found[0]}: the recipe decides that (optim, schedule, run.precision); remove it"
-        )
+    for key, setting in _OURS.items():
+        if key in config:
+            raise UserError(f"{file}: {key}: the recipe decides that ({setting}); remove it")
     return config
 
 
@@ -98,7 +107,7 @@ class ZeroEngine:
         dtype: torch.dtype,
         config: dict[str, Any],
     ) -> None:
-        _refuse(recipe)
+        check_optimizer(recipe)
         deepspeed = _import()
         self.processes, self.head, self.recipe = processes, step.head, recipe
         self._stage = int(config["zero_optimization"]["stage"])
@@ -202,7 +211,8 @@ class ZeroEngine:
             safe_set_full_fp32_param(parameter, weights[name])
 
 
-def _refuse(recipe: OptimRecipe) -> None:
+def check_optimizer(recipe: OptimRecipe) -> None:
+    """Refuse what needs whole matrices or whole weights. Raises UserError."""
     if recipe.name != "adamw":
         raise UserError(f"--deepspeed: optim.name {recipe.name} needs whole matrices; set optim.name=adamw")
     if recipe.ema:

@@ -9,7 +9,9 @@ import torch
 
 from eagle_train.heads.disk import load_head
 from eagle_train.recipe_files import load_recipe
+from eagle_train.shards.reader import open_shards
 from eagle_train.targets.extract import extract
+from eagle_train.training import dry_run
 from eagle_train.training.loop import train
 from eagle_train.training.medusa_step import MedusaStep
 from eagle_train.training.metrics import read_metrics
@@ -63,13 +65,8 @@ def test_loss_and_gradients_equal_the_definition():
 def test_first_and_last_supervised_rows_read_the_state_before_the_guess(place):
     frozen = small_frozen()
     head = small_head("medusa", medusa_heads=1)
-    (document,), batch = (
-        make("medusa")
-        for make in (
-            lambda _: small_documents(frozen, [(12, [(5, 9)])]),
-            lambda kind: small_batch(kind, frozen, [(12, [(5, 9)])]),
-        )
-    )
+    spans = [(12, [(5, 9)])]
+    (document,), batch = small_documents(frozen, spans), small_batch("medusa", frozen, spans)
     entry, t = (0, 4) if place == "first" else (-1, 7)  # s-1 and e-2
     assert batch.rows[entry] == t
     index = torch.arange(len(batch.rows))[[entry]]
@@ -121,3 +118,18 @@ def test_a_run_learns_and_is_the_same_from_shards_of_any_kind(
     assert heads[0].config.medusa_heads == 3
     losses = [line["loss"] for line in read_metrics(tmp_path / "run0") if "loss" in line]
     assert all(last < 0.9 * first for first, last in zip(losses[0], losses[-1], strict=True))
+
+
+def test_a_rehearsal_promises_no_more_guesses_than_there_are_heads(medusa_shards, monkeypatch):
+    opened = []
+
+    def opening(folder, **given):
+        opened.append(given)
+        return open_shards(folder, **given)
+
+    monkeypatch.setattr(dry_run, "open_shards", opening)
+    monkeypatch.setattr(dry_run, "MOST_STEPS", 1)
+    changes = ["head.medusa_heads=1", "run.eval_gamma=3", "run.precision=fp32", "data.held_out=2"]
+    found = dry_run.dry_run(medusa_shards, load_recipe("medusa", changes), show=False)
+    assert 1.5 < found.longest <= 2
+    assert opened == [{"rank": 0, "world": 1, "dtype": torch.float32}]  # as a run opens them

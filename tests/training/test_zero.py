@@ -9,6 +9,7 @@ import pytest
 from eagle_train.config import OptimRecipe
 from eagle_train.errors import UserError
 from eagle_train.training import zero
+from eagle_train.training.dry_run import dry_run
 
 
 @pytest.mark.parametrize("name", zero.STAGES)
@@ -19,12 +20,21 @@ def test_the_built_in_stages_are_read(name):
 @pytest.mark.parametrize(
     ("value", "words"),
     [
-        ({}, "zero_optimization.stage: got None, wanted 1, 2 or 3"),
+        ({}, "zero_optimization: got None, wanted settings with a stage"),
         ({"zero_optimization": {"stage": 0}}, "zero_optimization.stage: got 0"),
         (
             {"zero_optimization": {"stage": 2}, "optimizer": {"type": "Adam"}},
             "optimizer: the recipe decides that",
         ),
+        (
+            {"zero_optimization": {"stage": 2}, "gradient_clipping": 5.0},
+            "gradient_clipping: the recipe decides that (optim.clip_norm); remove it",
+        ),
+        (
+            {"zero_optimization": {"stage": 2}, "bf16": {"enabled": True}},
+            "bf16: the recipe decides that (run.precision)",
+        ),
+        ({"zero_optimization": 2}, "zero_optimization: got 2, wanted settings with a stage of 1, 2 or 3"),
         ([1], "holds a JSON list, wanted an object"),
         (None, "not found; give zero2 or zero3, or the path of a DeepSpeed JSON file"),
     ],
@@ -51,3 +61,11 @@ def test_what_needs_whole_weights_is_refused(recipe, words, tmp_path, train_tiny
     with pytest.raises(UserError, match=words):
         train_tiny("run", *settings, deepspeed="zero2")
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("change", "words"), [("optim.name=muon", "muon needs"), ("optim.ema=0.9", "average")]
+)
+def test_a_rehearsal_refuses_it_too(change, words, tiny, tiny_shards_dir):
+    with pytest.raises(UserError, match=words):
+        dry_run(tiny_shards_dir, tiny(change), deepspeed="zero2", show=False)
