@@ -150,7 +150,7 @@ def _check(recipe: Recipe) -> None:
         f"loss.top_k_weight: belongs to divergence cross_entropy, got {loss.divergence}; set one of the two",
     )
     refuse_unless(
-        not loss.top_k_weight or head.kind == "eagle3" or loss.token_weight > 0,
+        not loss.top_k_weight or head.kind != "eagle1" or loss.token_weight > 0,
         "loss.top_k_weight: needs a loss.token_weight above 0",
     )
     refuse_unless(

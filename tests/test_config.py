@@ -115,6 +115,8 @@ def test_a_wrong_setting_is_one_line_naming_what_is_wanted(override, words):
 def test_settings_that_cannot_go_together_are_refused(overrides, words):
     assert words in refused("eagle3", *overrides)
     assert "needs a loss.token_weight" in refused("eagle1", "loss.top_k_weight=1", "loss.token_weight=0")
+    for recipe in ("eagle3", "medusa"):  # which have no such weight
+        assert load_recipe(recipe, ["loss.top_k_weight=1", "loss.token_weight=0"]).loss.top_k_weight == 1
 
 
 def test_files_are_refused_by_name_and_key(tmp_path):
