@@ -100,7 +100,8 @@ def generate(
         while not answer.finished:
             tree = drafter.propose()
             seen = reader.read_tree(tree)
-            law = TargetLaw(target, settings.sampling, [*prompt, *answer.made.ids], tree, seen.last)
+            verified = seen.last[: len(tree) - tree.own]  # the drafter's own nodes need no law
+            law = TargetLaw(target, settings.sampling, [*prompt, *answer.made.ids], tree, verified)
             path, token = _verify(tree, law, settings, chance)
             answer.add([*(tree.tokens[node] for node in path), token], len(path))
             if not answer.finished:

@@ -64,7 +64,7 @@ def evaluate(
     sampling = sampling or Sampling()
     entries = [] if head is None else entries_of_head(head, target, drafts, sampling, told)
     for method in methods:
-        entries += entries_of(method, target, drafts, sampling, sizes or Sizes())
+        entries += entries_of(method, target, drafts, sampling, sizes or Sizes(), told)
     if questions is None or isinstance(questions, str | Path):
         questions = read_questions(questions, num_questions)
     settings = Settings(max_new_tokens=max_new_tokens, sampling=sampling, seed=seed, block=block)

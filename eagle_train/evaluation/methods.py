@@ -87,11 +87,21 @@ def entries_of_head(
     # a copy: it is cast below
     loaded = open_head(head, target, told=told) if isinstance(head, str | Path) else copy.deepcopy(head)
     source = str(head) if isinstance(head, str | Path) else "as given"
-    kind = loaded.config.kind
-    shapes = list(shapes or [usual_shape(loaded)])
+    return _entries(loaded.config.kind, source, loaded, target, shapes, sampling)
+
+
+def _entries(
+    method: str,
+    source: str,
+    head: Head,
+    target: Target,
+    shapes: Sequence[Shape] | None,
+    sampling: Sampling,
+) -> list[Entry]:
+    """Return the entries of a head of one's own, which is cast to the target's dtype."""
     return [
-        Entry(kind, source, head_drafter(loaded, target, shape, sampling), shape.figures, kind)
-        for shape in shapes
+        Entry(method, source, head_drafter(head, target, shape, sampling), shape.figures, head.config.kind)
+        for shape in shapes or [usual_shape(head)]
     ]
 
 
@@ -110,13 +120,18 @@ def usual_shape(head: Head) -> Shape:
 
 
 def entries_of(
-    method: Method, target: Target, shapes: Sequence[Shape] | None, sampling: Sampling, sizes: Sizes
+    method: Method,
+    target: Target,
+    shapes: Sequence[Shape] | None,
+    sampling: Sampling,
+    sizes: Sizes,
+    told: Told | None = None,
 ) -> list[Entry]:
     """Return the entries of a named method; none for ``plain``, which every comparison holds."""
     if method.name == "plain":
         return []
     if method.name in HEAD_KINDS:
-        return _entries_of_named_head(method, target, shapes, sampling)
+        return _entries_of_named_head(method, target, shapes, sampling, told)
     drafter = _drafter(method, target, sampling, sizes)
     return [Entry(method.name, method.source, drafter, drafter.figures)]
 
@@ -144,10 +159,14 @@ def _draft_model(source: str, target: Target) -> Target:
 
 
 def _entries_of_named_head(
-    method: Method, target: Target, shapes: Sequence[Shape] | None, sampling: Sampling
+    method: Method,
+    target: Target,
+    shapes: Sequence[Shape] | None,
+    sampling: Sampling,
+    told: Told | None,
 ) -> list[Entry]:
     assert method.source is not None
-    head = open_head(method.source, target)
+    head = open_head(method.source, target, told=told)
     wanted = HEAD_KINDS[method.name]
     if head.config.kind != wanted:
         raise UserError(
@@ -156,5 +175,4 @@ def _entries_of_named_head(
         )
     if shapes is None:
         shapes = [Dynamic(depth=6)] if method.name == "eagle2" else [usual_shape(head)]
-    found = entries_of_head(head, target, shapes, sampling)
-    return [Entry(method.name, method.source, entry.drafter, entry.tree, entry.kind) for entry in found]
+    return _entries(method.name, method.source, head, target, shapes, sampling)

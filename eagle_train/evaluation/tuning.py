@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -76,7 +77,8 @@ def tune(
         check_output("--out", out)
     if not isinstance(target, Target):
         target = load_target(target, dtype=dtype, trust_remote_code=trust_remote_code)
-    loaded = open_head(head, target) if isinstance(head, str | Path) else head
+    # a copy: measuring casts it
+    loaded = open_head(head, target) if isinstance(head, str | Path) else copy.deepcopy(head)
     if isinstance(loaded, MedusaHead):
         raise UserError("eagle tune: got Medusa heads, wanted an EAGLE head")
     sampling, some = sampling or Sampling(), read_questions(questions, num_questions)
@@ -153,8 +155,6 @@ def answered(
 
 
 def _in_fp32(head: Head, target: Target) -> Head:
-    import copy
-
     return copy.deepcopy(head).to(device=target.device, dtype=torch.float32).eval()
 
 

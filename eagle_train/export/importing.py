@@ -13,6 +13,7 @@ from torch import Tensor
 from eagle_train.errors import UserError
 from eagle_train.evaluation.heads import find_head
 from eagle_train.export.folder import PROVENANCE, check_free, folder_bytes
+from eagle_train.export.layout import SWITCHES
 from eagle_train.export.source import find_target_config, text_config
 from eagle_train.heads.disk import CONFIG, WEIGHTS, Head, load_head, save_head
 from eagle_train.heads.foreign import ForeignHead, is_foreign, read_foreign
@@ -52,7 +53,7 @@ def import_head(
     if depth is not None:
         config = replace(config, feature_layers=config.layers_for(depth))
     read.head.config = config
-    name = str(source) if not folder.exists() or not Path(source).exists() else Path(source).name
+    name = Path(source).name if Path(source).exists() else str(source)
     record = {
         "format_version": 1,
         "made_by": _MADE_BY,
@@ -93,8 +94,7 @@ def _depth(target: str) -> int | None:
 def switches(read: ForeignHead) -> list[str]:
     """Return the settings of the forward that plain heads do not have, those that are on."""
     config = read.head.config
-    names = ("fc_norm", "norm_output", "norm_before_fc", "norm_before_residual", "fc_bias", "attention_bias")
-    found = [name for name in names if getattr(config, name)]
+    found = [name for name in (*SWITCHES, "fc_bias", "attention_bias", "qk_norm") if getattr(config, name)]
     return found + ([f"sliding_window {config.sliding_window}"] if config.sliding_window else [])
 
 

@@ -25,7 +25,17 @@ ENGINES = ("vllm", "sglang", "speculators", "eagle")
 SPECULATIVE_TOKENS = 3  # what a speculators config makes vLLM guess per round, unless told otherwise
 _MAPS = {"d2t": torch.int64, "t2d": torch.bool}
 SWITCHES = ("fc_norm", "norm_output", "norm_before_fc", "norm_before_residual")
-_HEADS_OWN = ("draft_vocab_size", "target_hidden_size", *SWITCHES)  # beside the layer's own settings
+_NOT_THE_LAYERS = {
+    "architectures",
+    "draft_vocab_size",
+    "eagle_aux_hidden_state_layer_ids",
+    "eagle_config",
+    "eagle_train",
+    "num_aux_hidden_states",
+    "target_hidden_size",
+    "torch_dtype",
+    *SWITCHES,
+}
 
 
 def check_engine(engine: str) -> str:
@@ -93,8 +103,6 @@ def _speculators_config(config: HeadConfig) -> dict[str, Any]:
     ``norm_before_residual`` is read as true by some and as false by others where it is absent.
     """
     value = config.to_json()
-    layer_keys = {"model_type", *value} - {*_HEADS_OWN, "architectures", "eagle_config", "eagle_train"}
-    layer_keys -= {"eagle_aux_hidden_state_layer_ids", "num_aux_hidden_states", "torch_dtype"}
     found: dict[str, Any] = {
         "architectures": ["Eagle3DraftModel"],
         "speculators_model_type": "eagle3",
@@ -117,7 +125,7 @@ def _speculators_config(config: HeadConfig) -> dict[str, Any]:
             ],
             "verifier": {"name_or_path": config.target, "architectures": []},
         },
-        "transformer_layer_config": {key: value[key] for key in value if key in layer_keys},
+        "transformer_layer_config": {key: value[key] for key in value if key not in _NOT_THE_LAYERS},
     }
     if config.qk_norm:  # which Qwen3's layers have
         found["transformer_layer_config"]["model_type"] = "qwen3"

@@ -13,6 +13,9 @@ import pytest
 import torch
 from eagle_cli.main import main
 
+from eagle_train.decoding import loop
+from eagle_train.decoding.law import TargetLaw
+from eagle_train.decoding.lookahead import Lookahead
 from eagle_train.decoding.loop import Settings
 from eagle_train.decoding.sampling import Sampling
 from eagle_train.decoding.shapes import Chain, Dynamic, Sampled, Static, read_shape, write_shape
@@ -89,6 +92,23 @@ def test_every_method_answers_the_same_prompts_by_one_loop(reports):
     assert own["accepted_by_position"][0] == 1  # the target is its own draft model here
     assert 2.5 < own["tau"] <= 3
     assert all(result["lossless"] is None for result in sampled["results"])
+
+
+def test_the_targets_law_is_asked_for_where_a_rule_looks_alone(target, monkeypatch):
+    """Lookahead's own window is read by the target, but no rule needs its law there."""
+    asked = []
+
+    class Law(TargetLaw):
+        def __init__(self, *given):
+            *_, tree, last = given
+            asked.append((len(last), len(tree), tree.own))
+            super().__init__(*given)
+
+    monkeypatch.setattr(loop, "TargetLaw", Law)
+    settings = Settings(max_new_tokens=16, eos_ids=())
+    made = loop.generate(target, Lookahead(target, window=3, level=3, guesses=2), [5, 17, 250], settings)
+    assert made.ids == loop.plain(target, [5, 17, 250], settings).ids
+    assert all(own > 0 and rows == nodes - own for rows, nodes, own in asked)
 
 
 def test_progress_moves_within_an_answer(target, monkeypatch):

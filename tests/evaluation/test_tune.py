@@ -128,6 +128,12 @@ def test_sampling_is_tuned_for_too(head, target):
     json.dumps(report)
 
 
+def test_the_callers_head_is_left_as_it_is(head, tiny_target_dir):
+    target = load_target(str(tiny_target_dir), dtype="bf16", device="cpu")
+    tune(head, target, num_questions=2, max_new_tokens=4, show=False)
+    assert {parameter.dtype for parameter in head.parameters()} == {torch.float32}
+
+
 def test_one_question_is_too_few_and_an_answer_must_be_readable(head, target):
     with pytest.raises(UserError, match=r"--out tuned: wanted a file ending in \.json"):
         tune(head, target, out="tuned", show=False)

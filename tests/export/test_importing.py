@@ -13,9 +13,10 @@ from safetensors.torch import load_file, save_file
 from eagle_train.errors import UserError
 from eagle_train.evaluation.heads import find_head, open_head
 from eagle_train.export.export import export
-from eagle_train.export.importing import import_head
+from eagle_train.export.importing import import_head, switches
 from eagle_train.export.verify import reference_outputs
 from eagle_train.heads.disk import load_head
+from eagle_train.heads.foreign import ForeignHead
 from eagle_train.heads.foreign_config import Told
 from eagle_train.io import write_json
 
@@ -91,6 +92,12 @@ def test_what_is_open_is_asked_for_and_nothing_is_made(head_dir, tmp_path, capsy
     assert load_head(out).config.rope_parameters["rope_theta"] == 500000.0
 
 
+def test_every_switch_that_is_on_is_named(head_dir):
+    on = ("fc_norm", "norm_output", "qk_norm", "attention_bias")
+    read = ForeignHead(load_head(head_dir("eagle3", **dict.fromkeys(on, True))), "EAGLE", (), None, None)
+    assert sorted(switches(read)) == sorted(on)
+
+
 def test_a_head_of_ours_needs_no_import(head_dir, tmp_path):
     with pytest.raises(UserError, match="is a head of eagle's own already"):
         import_head(head_dir("eagle3"), tmp_path / "out")
@@ -140,7 +147,9 @@ def test_an_import_that_fails_half_way_leaves_nothing(head_dir, tmp_path, monkey
 
 def test_a_foreign_head_is_scored_as_its_original_and_only_with_the_targets_tables(tiny_target_dir, tmp_path):
     from eagle_train.decoding.shapes import Chain
+    from eagle_train.evaluation.assurance import verify_head
     from eagle_train.evaluation.evaluate import evaluate
+    from eagle_train.evaluation.methods import Method
     from eagle_train.evaluation.questions import Question
     from eagle_train.heads.config import HeadConfig
     from eagle_train.heads.disk import build_head, save_head
@@ -174,6 +183,11 @@ def test_a_foreign_head_is_scored_as_its_original_and_only_with_the_targets_tabl
     told = Told(pickled=True)
     pickled = evaluate(theirs, target, questions, [Chain(3)], max_new_tokens=40, told=told, show=False)
     assert pickled["accepted_histogram"] == ours["accepted_histogram"]
+    given = {"max_new_tokens": 40, "told": told, "show": False}
+    named = evaluate(None, target, questions, [Chain(3)], methods=[Method("eagle3", str(theirs))], **given)
+    assert named["accepted_histogram"] == ours["accepted_histogram"]
+    given = {"num_questions": 1, "max_turns": 1, "max_new_tokens": 4, "dtypes": ["fp32"], "show": False}
+    assert not verify_head(theirs, str(tiny_target_dir), told=told, **given)["unexplained"]
     save_file(tensors | {"embed_tokens.weight": 2 * target.embedding}, file)
     with pytest.raises(UserError, match=r"its embed_tokens\.weight is not the target's"):
         score(theirs)
