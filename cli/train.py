@@ -83,7 +83,8 @@ def run(
     if processes is not None and processes != 1:
         from eagle_train.distributed import relaunch
 
-        return relaunch(processes, options.typed(context, leaving=("processes",)))
+        relaunch(processes, options.typed(context, leaving=("processes",)))
+        return None
 
     from eagle_train.distributed import is_main
     from eagle_train.training.processes import leave_processes

@@ -50,10 +50,10 @@ def num_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def relaunch(processes: int, arguments: list[str]) -> int:
+def relaunch(processes: int, arguments: list[str]) -> None:
     """Run ``eagle ARGUMENTS`` in `processes` processes on this machine through torchrun.
 
-    Returns 0 when all of them ended well and 130 when interrupted. Raises UserError when one failed,
+    Returns when all of them ended well; an interruption ends them first. Raises UserError when one failed,
     whatever it failed of (it has said so itself), or when already inside such a launch.
     """
     if launched():
@@ -81,9 +81,8 @@ def relaunch(processes: int, arguments: list[str]) -> int:
     except KeyboardInterrupt:
         child.terminate()
         child.wait()
-        return 130
-    if code == 0:
-        return 0
-    raise UserError(
-        f"one of the {processes} processes failed (its message is above); nothing finished is lost"
-    )
+        raise
+    if code != 0:
+        raise UserError(
+            f"one of the {processes} processes failed (its message is above); nothing finished is lost"
+        )

@@ -23,9 +23,7 @@ def default_processes(device: str | None, device_map: str | None) -> int:
 def start_workers(processes: int, arguments: list[str], out: Path) -> dict[str, Any]:
     """Run ``eagle ARGUMENTS`` in `processes` workers; return the report that the last of them wrote."""
     print(f"{processes} workers", file=sys.stderr)
-    code = distributed.relaunch(processes, arguments)
-    if code == 130:
-        raise KeyboardInterrupt
+    distributed.relaunch(processes, arguments)
     if not report_of(out).is_file():
         raise UserError(f"{out}: the workers ended without an output; give the same command again")
     return {**read_report(out, "give the same command again"), "reused": False}

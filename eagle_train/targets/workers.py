@@ -55,11 +55,9 @@ def start_workers(
     if not ignore_disk:
         refuse_full_disk(work, Path(out))
     print(f"{work.size_text()}; {count} workers", file=sys.stderr)
-    code = distributed.relaunch(
+    distributed.relaunch(
         count, _arguments(work, str(rows_dir), str(target), str(out), settings, max_bad_rows)
     )
-    if code == 130:
-        raise KeyboardInterrupt
     summary = summary_of(Path(out))
     if not summary["complete"]:
         raise UserError(f"{out}: the workers ended without a manifest; give the same command again")

@@ -319,7 +319,7 @@ def test_the_command_starts_workers_with_what_was_typed(
     out = tmp_path / "out.jsonl"
     launched: list[list[str]] = []
 
-    def in_turn(processes: int, arguments: list[str]) -> int:
+    def in_turn(processes: int, arguments: list[str]) -> None:
         launched.append(arguments)
         for rank in range(processes):
             with pytest.MonkeyPatch.context() as patch, pytest.raises(SystemExit) as left:
@@ -327,7 +327,6 @@ def test_the_command_starts_workers_with_what_was_typed(
                 patch.setenv("WORLD_SIZE", str(processes))
                 main(arguments)
             assert not left.value.code
-        return 0
 
     monkeypatch.setattr(distributed, "relaunch", in_turn)
     with pytest.raises(SystemExit) as left:
