@@ -2,53 +2,41 @@
 
 from __future__ import annotations
 
-import html
-import io
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
-from eagle_train.errors import UserError
 from eagle_train.evaluation.report import draft_name
 from eagle_train.evaluation.tables import cells, set_name
-
-_STYLE = """body{font:15px/1.5 system-ui,sans-serif;max-width:60rem;margin:2rem auto;color:#222}
-table{border-collapse:collapse;margin:1rem 0}
-td,th{padding:.3rem .8rem;border-bottom:1px solid #ddd;text-align:left}
-svg{max-width:100%;height:auto}figure{margin:1.5rem 0}figcaption{color:#555}"""
+from eagle_train.page import as_html, as_text, check_matplotlib, figure, plot
 
 
 def as_page(reports: Sequence[dict[str, Any]]) -> str:
     """Return the page for one or more reports of `evaluate`. Raises UserError where matplotlib is missing."""
-    try:
-        import matplotlib as _  # noqa: F401
-    except ImportError as error:
-        raise UserError("the HTML report: matplotlib is not installed; pip install matplotlib") from error
+    check_matplotlib("the HTML report")
     first = reports[0]
     parts = [
-        f"<h1>Speculative decoding of {_text(first['target'])}</h1>",
+        f"<h1>Speculative decoding of {as_text(first['target'])}</h1>",
         f"<p>{first['prompts']} prompts, up to {first['max_new_tokens']} new tokens, {first['dtype']}, "
-        f"{_text(first['device'])}, {first['threads']} threads. A cell holds tau, the tokens of "
+        f"{as_text(first['device'])}, {first['threads']} threads. A cell holds tau, the tokens of "
         "a round, and the speed beside plain decoding in the same run.</p>",
         _table(reports),
     ]
     for report in reports:
-        parts.append(f"<h2>{_text(set_name(report))}, temperature {report['temperature']:g}</h2>")
-        parts += [_figure(caption, draw, report) for caption, draw in _PLOTS]
+        name = f"{set_name(report)} {report['temperature']}"
+        parts.append(f"<h2>{as_text(set_name(report))}, temperature {report['temperature']:g}</h2>")
+        parts += [
+            plot(caption, partial(draw, report=report), f"{caption} {name}") for caption, draw in _PLOTS
+        ]
         parts += [_drawn_round(result) for result in report["results"] if result.get("a_round")]
-    body = "\n".join(parts)
-    return (
-        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>eagle eval</title>'
-        f"<style>{_STYLE}</style></head>\n<body>\n{body}\n</body></html>\n"
-    )
-
-
-def _text(value: Any) -> str:
-    return html.escape(str(value))
+    return as_html("eagle eval", parts)
 
 
 def _word(token: str) -> str:
     """Return a token's text with a mark for every space and character that cannot be seen."""
-    return _text("".join(letter if letter.isprintable() and letter != " " else "\u00b7" for letter in token))
+    return as_text(
+        "".join(letter if letter.isprintable() and letter != " " else "\u00b7" for letter in token)
+    )
 
 
 def _name(result: dict[str, Any]) -> str:
@@ -57,31 +45,12 @@ def _name(result: dict[str, Any]) -> str:
 
 def _table(reports: Sequence[dict[str, Any]]) -> str:
     heads, table = cells(reports)
-    lines = ["<tr><th></th>" + "".join(f"<th>{_text(head)}</th>" for head in heads) + "</tr>"]
+    lines = ["<tr><th></th>" + "".join(f"<th>{as_text(head)}</th>" for head in heads) + "</tr>"]
     for name, values in table.items():
         lines.append(
-            f"<tr><th>{_text(name)}</th>" + "".join(f"<td>{_text(v)}</td>" for v in values) + "</tr>"
+            f"<tr><th>{as_text(name)}</th>" + "".join(f"<td>{as_text(v)}</td>" for v in values) + "</tr>"
         )
     return f"<table>{''.join(lines)}</table>"
-
-
-def _figure(caption: str, draw: Callable[[Any, dict[str, Any]], None], report: dict[str, Any]) -> str:
-    """Draw one plot as inline SVG."""
-    from matplotlib import rc_context
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(8, 3.2), layout="constrained")
-    axes = figure.subplots()
-    draw(axes, report)
-    axes.spines[["top", "right"]].set_visible(False)
-    if axes.get_legend_handles_labels()[1]:
-        axes.legend(frameon=False, fontsize=8)
-    picture = io.StringIO()
-    salt = f"{caption} {set_name(report)} {report['temperature']}"  # ids of their own on a shared page
-    with rc_context({"svg.hashsalt": salt, "svg.fonttype": "none"}):
-        figure.savefig(picture, format="svg", metadata={"Date": None})
-    svg = picture.getvalue()
-    return f"<figure>{svg[svg.index('<svg') :]}<figcaption>{_text(caption)}</figcaption></figure>"
 
 
 def _by_position(axes: Any, report: dict[str, Any]) -> None:
@@ -162,7 +131,7 @@ def _drawn_round(result: dict[str, Any]) -> str:
     size = f'width="{150 + 130 * max(depth)}" height="{30 + 22 * max(1, used)}"'
     caption = f"{_name(result)}: the tree of one round; in green what stood."
     svg = f'<svg xmlns="http://www.w3.org/2000/svg" {size}>{"".join(marks)}</svg>'
-    return f"<figure>{svg}<figcaption>{_text(caption)}</figcaption></figure>"
+    return figure(svg, caption)
 
 
 def _leaves_first(children: dict[int, list[int]]) -> list[int]:

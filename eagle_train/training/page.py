@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import html
-import io
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from eagle_train.errors import UserError
 from eagle_train.io import read_json, write_text
+from eagle_train.page import as_html, as_text, check_matplotlib, plot
 from eagle_train.training.metrics import FILE as METRICS
 from eagle_train.training.metrics import read_metrics
 from eagle_train.training.run_folder import RECIPE, RECORD
@@ -17,10 +17,6 @@ from eagle_train.training.run_folder import RECIPE, RECORD
 FILE = "report.html"
 Lines = Sequence[dict[str, Any]]
 
-_STYLE = """body{font:15px/1.5 system-ui,sans-serif;max-width:60rem;margin:2rem auto;color:#222}
-table{border-collapse:collapse}td,th{padding:.2rem .8rem;border-bottom:1px solid #ddd;text-align:left}
-svg{max-width:100%;height:auto}figure{margin:1.5rem 0}figcaption{color:#555}
-pre{background:#f6f6f6;padding:1rem}"""
 _FACTS = (
     ("num_parameters", "parameters trained"),
     ("draft_vocab_size", "draft vocabulary"),
@@ -33,8 +29,6 @@ _FACTS = (
     ("tool_version", "eagle"),
     ("torch_version", "torch"),
 )
-
-
 _MOST = 1e100  # far above any figure, and drawn without overflow
 _FIELDS = {  # of a line of metrics: what it is, and whether a line always has it
     "step": ("a whole number", True),
@@ -96,24 +90,16 @@ def _recipe_text(file: Path) -> str:
 
 def page(folder: Path, record: dict[str, Any], lines: Lines) -> str:
     """Return the page of a run whose run.json is `record` and whose metrics are `lines`."""
-    try:
-        import matplotlib as _  # noqa: F401
-    except ImportError as error:
-        raise UserError("eagle report: matplotlib is not installed; pip install matplotlib") from error
+    check_matplotlib("eagle report")
     facts = [(words, record[key]) for key, words in _FACTS if record.get(key) not in (None, "")]
-    rows = "".join(f"<tr><th>{_text(words)}</th><td>{_text(_number(x))}</td></tr>" for words, x in facts)
-    body = "\n".join(
-        [
-            f"<h1>{_text(folder.resolve().name)}: {_text(record.get('recipe'))}</h1>",
-            f"<p>{_text(_course(lines))}</p><table>{rows}</table>",
-            *(_figure(caption, draw, lines) for caption, draw in _PLOTS),
-            f"<h2>Recipe</h2><pre>{_text(_recipe_text(folder / RECIPE))}</pre>",
-        ]
-    )
-    return (
-        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>eagle train</title>'
-        f"<style>{_STYLE}</style></head>\n<body>\n{body}\n</body></html>\n"
-    )
+    rows = "".join(f"<tr><th>{as_text(words)}</th><td>{as_text(_number(x))}</td></tr>" for words, x in facts)
+    parts = [
+        f"<h1>{as_text(folder.resolve().name)}: {as_text(record.get('recipe'))}</h1>",
+        f"<p>{as_text(_course(lines))}</p><table>{rows}</table>",
+        *(plot(caption, partial(_drawn, draw, lines), caption) for caption, draw in _PLOTS),
+        f"<h2>Recipe</h2><pre>{as_text(_recipe_text(folder / RECIPE))}</pre>",
+    ]
+    return as_html("eagle train", parts)
 
 
 def _course(lines: Lines) -> str:
@@ -128,31 +114,13 @@ def _course(lines: Lines) -> str:
     return words + "."
 
 
-def _text(value: Any) -> str:
-    return html.escape(str(value))
-
-
 def _number(value: Any) -> Any:
     return f"{value:,}" if type(value) is int else value
 
 
-def _figure(caption: str, draw: Callable[[Any, Lines], None], lines: Lines) -> str:
-    """Draw one plot as inline SVG."""
-    from matplotlib import rc_context
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(8, 3.2), layout="constrained")
-    axes = figure.subplots()
+def _drawn(draw: Callable[[Any, Lines], None], lines: Lines, axes: Any) -> None:
     draw(axes, lines)
     axes.set_xlabel("step")
-    axes.spines[["top", "right"]].set_visible(False)
-    if axes.get_legend_handles_labels()[1]:
-        axes.legend(frameon=False, fontsize=8)
-    picture = io.StringIO()
-    with rc_context({"svg.hashsalt": "eagle", "svg.fonttype": "none"}):
-        figure.savefig(picture, format="svg", metadata={"Date": None})
-    svg = picture.getvalue()
-    return f"<figure>{svg[svg.index('<svg') :]}<figcaption>{_text(caption)}</figcaption></figure>"
 
 
 def _series(lines: Lines, key: str, place: int | None = None) -> tuple[list[int], list[float]]:

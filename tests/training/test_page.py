@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 
 import pytest
@@ -20,6 +21,12 @@ def test_the_page_shows_every_curve_and_stands_alone(tmp_path, train_tiny):
     page = write_page(tmp_path / "run")
     text = page.read_text()
     assert text.count("<svg") == 6
+    referred: set[str] = set()
+    for picture in re.findall(r"<svg.*?</svg>", text, flags=re.S):
+        own = set(re.findall(r'(?:href="#|url\(#)(\w+)', picture))
+        assert own
+        assert not referred & own, "ids on one page are each picture's own"
+        referred |= own
     for forbidden in ("http-equiv", "<script", "<link", 'src="'):
         assert forbidden not in text
     last = read_metrics(tmp_path / "run")[-1]
