@@ -122,7 +122,8 @@ def run(
     temperatures = temperature or [0.0]
     mode = "--predict" if predict is not None else "--against-server" if against_server is not None else None
     if mode is not None:
-        _refuse_unread(context, mode)
+        names = {str(parameter.name) for parameter in context.command.params}
+        options.refuse_unread(context, names - _READ[mode], _WHY[mode])
     if other_target and mode is None:
         raise UserError("eagle eval: --other-target is for --predict; drop it, decoding warns by itself")
     if predict is not None:
@@ -204,18 +205,6 @@ def run(
         told=Told(pickled=True) if allow_bin else None,
     )
     return _say(reports, report or [], head, as_json)
-
-
-def _refuse_unread(context: typer.Context, mode: str) -> None:
-    """Raise UserError for the first option on the command line that `mode` does not read."""
-    from eagle_train.errors import UserError
-
-    for parameter in context.command.params:
-        source = context.get_parameter_source(str(parameter.name))
-        given = source is not None and not source.name.startswith("DEFAULT")
-        if given and parameter.name not in _READ[mode]:
-            option = parameter.opts[0]
-            raise UserError(f"eagle eval: {_WHY[mode]}, so {option} has no meaning; drop one of the two")
 
 
 def _say(reports: list[dict[str, Any]], files: list[str], head: str | None, as_json: bool) -> int:

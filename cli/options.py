@@ -107,6 +107,16 @@ def is_given(context: typer.Context, name: str) -> bool:
     return source is not None and not source.name.startswith("DEFAULT")
 
 
+def refuse_unread(context: typer.Context, unread: Collection[str], why: str) -> None:
+    """Raise UserError, beginning with `why`, for the first parameter of `unread` that was typed."""
+    from eagle_train.errors import UserError
+
+    for parameter in context.command.params:
+        if parameter.name in unread and is_given(context, parameter.name):
+            option = parameter.opts[0]
+            raise UserError(f"eagle {context.command.name}: {why}, so {option} has no meaning; leave it out")
+
+
 def fail_on(fault: str | None) -> int:
     """Say a fault of the toolkit's own on stderr; return the exit code, 1 for a fault and 0 for none."""
     if fault is None:

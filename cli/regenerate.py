@@ -22,6 +22,9 @@ EXAMPLES = """
     eagle regenerate chats/ --target ./my-model --temperature 0.7 --top-p 0.9 --max-tokens 2048 --out a.jsonl
 """
 
+_OF_A_SERVER = {"served_model", "api_key_env", "in_flight", "tries", "timeout"}
+_OF_THIS_PROCESS = {"batch", "dtype", "device", "device_map", "processes"}
+
 
 def run(
     context: typer.Context,
@@ -83,6 +86,12 @@ def run(
 
     if thinking not in ("keep", "strip"):
         raise UserError(f"--thinking {thinking}: wanted keep or strip{nearest(thinking, ('keep', 'strip'))}")
+    if server is not None:
+        options.refuse_unread(context, _OF_THIS_PROCESS, "with --server a server answers")
+    else:
+        options.refuse_unread(context, _OF_A_SERVER, "without --server the target answers here")
+    if distributed.launched():
+        options.refuse_unread(context, {"processes"}, "torchrun has started the workers")
     settings = AnswerSettings(temperature, top_p, max_tokens, seed, thinking == "keep")
     arguments = parse_arguments(template_arg or [])
     asked = None

@@ -21,10 +21,18 @@ EXAMPLES = """
 
     eagle shards prune shards/ --damaged
 """
-_ACTIONS = ("verify", "info", "merge", "split", "prune")
+# What each action reads beside the directories.
+_ACTIONS = {
+    "verify": set[str](),
+    "info": set[str](),
+    "merge": {"out"},
+    "split": {"out", "parts"},
+    "prune": {"shard", "row", "damaged"},
+}
 
 
 def run(
+    context: typer.Context,
     action: str = typer.Argument(
         ...,
         metavar="ACTION",
@@ -50,6 +58,8 @@ def run(
 
     if action not in _ACTIONS:
         raise UserError(f"shards {action}: wanted one of {', '.join(_ACTIONS)}{nearest(action, _ACTIONS)}")
+    unread = set().union(*_ACTIONS.values()) - _ACTIONS[action]
+    options.refuse_unread(context, unread, f"{action} is asked for")
     if action != "merge" and len(folders) > 1:
         raise UserError(f"shards {action}: got {len(folders)} directories, wanted one")
     if action in ("merge", "split") and out is None:

@@ -6,7 +6,7 @@ import sys
 import pytest
 import typer
 from eagle_cli import options
-from eagle_cli.main import app
+from eagle_cli.main import app, main
 
 INTERRUPTED = "interrupted; give the same command again"
 
@@ -112,3 +112,35 @@ def test_a_command_is_typed_again_as_it_was(words, leaving):
     more = ["--processes", "3"] if leaving else []
     context = command.make_context(words[0], [*more, *words[1:]])
     assert options.typed(context, leaving) == words
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (
+            ["regenerate", "a", "--target", "t", "--out", "o", "--tries", "2"],
+            "regenerate: without --server the target answers here, so --tries has no meaning; leave it out",
+        ),
+        (
+            ["regenerate", "a", "--target", "t", "--out", "o", "--server", "http://x", "--dtype", "auto"],
+            "regenerate: with --server a server answers, so --dtype has no meaning; leave it out",
+        ),
+        (
+            ["shards", "verify", "a", "--damaged"],
+            "shards: verify is asked for, so --damaged has no meaning; leave it out",
+        ),
+        (
+            ["shards", "merge", "a", "b", "--out", "c", "--parts", "2"],
+            "shards: merge is asked for, so --parts has no meaning; leave it out",
+        ),
+        (
+            ["shards", "prune", "a", "--out", "b"],
+            "shards: prune is asked for, so --out has no meaning; leave it out",
+        ),
+    ],
+)
+def test_an_option_that_would_not_be_read_is_refused(words, said, capsys):
+    with pytest.raises(SystemExit) as left:
+        main(words)
+    assert left.value.code == 2
+    assert capsys.readouterr().err == f"error: eagle {said}\n"
