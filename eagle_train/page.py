@@ -43,14 +43,14 @@ def figure(svg: str, caption: str) -> str:
     return f"<figure>{svg}<figcaption>{as_text(caption)}</figcaption></figure>"
 
 
-def plot(caption: str, draw: Callable[[Any], None], name: str) -> str:
-    """Return what `draw` makes of empty axes, as inline SVG; every plot of a page has its own `name`."""
+def plot(caption: str, draw: Callable[[Any, Any], None], data: Any, name: str) -> str:
+    """Return what `draw` makes of empty axes and `data`, as inline SVG; each on a page has its own `name`."""
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 
     canvas = Figure(figsize=(8, 3.2), layout="constrained")
     axes = canvas.subplots()
-    draw(axes)
+    draw(axes, data)
     axes.spines[["top", "right"]].set_visible(False)
     if axes.get_legend_handles_labels()[1]:
         axes.legend(frameon=False, fontsize=8)

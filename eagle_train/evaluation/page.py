@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 from eagle_train.evaluation.report import draft_name
@@ -25,9 +24,7 @@ def as_page(reports: Sequence[dict[str, Any]]) -> str:
     for report in reports:
         name = f"{set_name(report)} {report['temperature']}"
         parts.append(f"<h2>{as_text(set_name(report))}, temperature {report['temperature']:g}</h2>")
-        parts += [
-            plot(caption, partial(draw, report=report), f"{caption} {name}") for caption, draw in _PLOTS
-        ]
+        parts += [plot(caption, draw, report, f"{caption} {name}") for caption, draw in _PLOTS]
         parts += [_drawn_round(result) for result in report["results"] if result.get("a_round")]
     return as_html("eagle eval", parts)
 

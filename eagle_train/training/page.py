@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -96,7 +95,7 @@ def page(folder: Path, record: dict[str, Any], lines: Lines) -> str:
     parts = [
         f"<h1>{as_text(folder.resolve().name)}: {as_text(record.get('recipe'))}</h1>",
         f"<p>{as_text(_course(lines))}</p><table>{rows}</table>",
-        *(plot(caption, partial(_drawn, draw, lines), caption) for caption, draw in _PLOTS),
+        *(plot(caption, draw, lines, caption) for caption, draw in _PLOTS),
         f"<h2>Recipe</h2><pre>{as_text(_recipe_text(folder / RECIPE))}</pre>",
     ]
     return as_html("eagle train", parts)
@@ -118,11 +117,6 @@ def _number(value: Any) -> Any:
     return f"{value:,}" if type(value) is int else value
 
 
-def _drawn(draw: Callable[[Any, Lines], None], lines: Lines, axes: Any) -> None:
-    draw(axes, lines)
-    axes.set_xlabel("step")
-
-
 def _series(lines: Lines, key: str, place: int | None = None) -> tuple[list[int], list[float]]:
     """Return the steps and values at which a figure is known."""
     given = [(line["step"], line[key]) for line in lines if line.get(key) is not None]
@@ -137,7 +131,7 @@ def _per_step(key: str) -> Callable[[Any, Lines], None]:
         width = max((len(line.get(key) or ()) for line in lines), default=0)
         for place in range(width):
             axes.plot(*_series(lines, key, place), linewidth=1, label=f"step {place} ahead")
-        axes.set_ylabel(key)
+        axes.set(xlabel="step", ylabel=key)
 
     return draw
 
@@ -145,7 +139,7 @@ def _per_step(key: str) -> Callable[[Any, Lines], None]:
 def _one(key: str, label: str, **style: Any) -> Callable[[Any, Lines], None]:
     def draw(axes: Any, lines: Lines) -> None:
         axes.plot(*_series(lines, key), linewidth=1, **style)
-        axes.set_ylabel(label)
+        axes.set(xlabel="step", ylabel=label)
 
     return draw
 
