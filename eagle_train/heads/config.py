@@ -225,50 +225,22 @@ class HeadConfig:
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any], where: str = "config.json") -> HeadConfig:
-        """Read a head's config.json, this project's or another's. Raises UserError for missing keys."""
-        own = value.get(_OWN_KEY) or {}
-        architectures = " ".join(value.get("architectures") or ())
-        eagle3 = "Eagle3" in architectures or "fc_norm" in value
-        kind = own.get("kind") or ("eagle3" if eagle3 else "eagle1")
-        wanted = ("hidden_size", "intermediate_size", "num_attention_heads", "vocab_size")
-        if missing := [name for name in wanted if value.get(name) is None]:
+        """Read what `to_json` wrote; another's goes through `foreign_config`. UserError for missing keys."""
+        given = {**value, **(value.get(_OWN_KEY) or {})}
+        names = [entry.name for entry in dataclasses.fields(cls) if given.get(entry.name) is not None]
+        if missing := [name for name in _NEEDED if name not in names]:
             raise UserError(f"{where}: lacks {', '.join(missing)}; is this a draft head's config.json?")
-        heads = value["num_attention_heads"]
-        vocabulary = value["vocab_size"]
-        values = {
-            "kind": kind,
-            "hidden_size": value["hidden_size"],
-            "intermediate_size": value["intermediate_size"],
-            "num_attention_heads": heads,
-            "num_key_value_heads": value.get("num_key_value_heads") or heads,
-            "head_dim": value.get("head_dim") or value["hidden_size"] // heads,
-            "vocab_size": vocabulary,
-            "draft_vocab_size": (value.get("draft_vocab_size") or vocabulary)
-            if kind != "eagle1"
-            else vocabulary,
-            "max_position_embeddings": value.get("max_position_embeddings", 2048),
-            "rope_parameters": rope_of(value),
-            "num_hidden_layers": value.get("num_hidden_layers", 1),
-            "rms_norm_eps": value.get("rms_norm_eps", 1e-6),
-            "hidden_act": value.get("hidden_act", "silu"),
-            "attention_bias": bool(value.get("attention_bias", False)),
-            "dtype": value.get("dtype") or value.get("torch_dtype") or "float32",
-            "target": own.get("target", ""),
-            "fc_bias": bool(own.get("fc_bias", value.get("bias", False))),
-            "qk_norm": bool(own.get("qk_norm", False)),
-            "medusa_heads": int(own.get("medusa_heads", 0)),
-            "sliding_window": value.get("sliding_window") if "layer_types" in value else None,
-        }
-        if kind == "eagle3":
-            layers = own.get("feature_layers") or value.get("eagle_aux_hidden_state_layer_ids")
-            nested = (value.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids") or ()
-            values["feature_layers"] = tuple(layers or (k + 1 for k in nested))  # SGLang's v means hs[v+1]
-            values["fc_norm"] = bool(value.get("fc_norm", False))
-            values["norm_output"] = bool(value.get("norm_output", False))
-            values["norm_before_fc"] = bool(value.get("norm_before_fc", False))
-            values["norm_before_residual"] = bool(value.get("norm_before_residual", False))
-            values["target_hidden_size"] = value.get("target_hidden_size")
+        values = {name: given[name] for name in names}
+        values["rope_parameters"] = rope_of(value)
+        values["feature_layers"] = tuple(values.get("feature_layers", ()))
         return cls(**values)
+
+
+_NEEDED = [
+    entry.name
+    for entry in dataclasses.fields(HeadConfig)
+    if entry.default is dataclasses.MISSING and entry.name != "rope_parameters"
+]
 
 
 def _size(values: Mapping[str, Any], name: str) -> int:

@@ -121,7 +121,10 @@ def test_rope_is_read_from_old_and_new_configs(config, wanted):
         ("eagle3", {"draft_vocab_size": 40, "fc_norm": True, "norm_output": True, "target": "org/model"}),
         ("eagle3", {"feature_layers": (0, 8), "num_hidden_layers": 3, "fc_bias": True}),
         ("eagle3", {"target_hidden_size": 48}),
+        ("eagle3", {"norm_before_fc": True, "norm_before_residual": True, "qk_norm": True}),
+        ("eagle3", {"sliding_window": 7, "rms_norm_eps": 3e-5, "dtype": "bfloat16", "rope_parameters": YARN}),
         ("eagle1", {"fc_bias": True, "attention_bias": True}),
+        ("medusa", {"medusa_heads": 3, "draft_vocab_size": 40}),
     ],
 )
 def test_config_survives_its_json(kind, settings):
@@ -129,35 +132,16 @@ def test_config_survives_its_json(kind, settings):
     assert HeadConfig.from_json(json.loads(json.dumps(config.to_json()))) == config
 
 
-def test_a_foreign_config_without_layer_ids_takes_the_defaults_of_its_target():
-    foreign = {
-        "architectures": ["LlamaForCausalLMEagle3"],
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_attention_heads": 4,
-        "vocab_size": 60,
-        "draft_vocab_size": 40,
-        "rope_theta": 5e5,
-        "torch_dtype": "float16",
-    }
-    config = HeadConfig.from_json(foreign)
-    assert config.kind == "eagle3"
-    assert config.head_dim == 8
-    assert config.feature_width == 96
-    assert config.layers_for(32) == (2, 16, 29)
-    assert config.dtype == "float16"
-    assert HeadConfig.from_json({**foreign, "architectures": ["LlamaForCausalLM"]}).kind == "eagle1"
-
-
-def test_layer_ids_named_only_in_eagle_config_are_those_that_a_layer_leaves():
-    value = HeadConfig.for_target(TARGET, "eagle3", draft_vocab_size=40).to_json()
-    del value["eagle_train"]
-    assert HeadConfig.from_json(value).feature_layers == (2, 4, 5)
-    del value["eagle_aux_hidden_state_layer_ids"]
-    assert value["eagle_config"]["eagle_aux_hidden_state_layer_ids"] == [1, 3, 4]
-    assert HeadConfig.from_json(value).feature_layers == (2, 4, 5)
-
-
 def test_something_else_is_not_taken_for_a_head():
-    with pytest.raises(UserError, match="lacks hidden_size, intermediate_size"):
+    with pytest.raises(UserError, match=r"x/config\.json: lacks kind, hidden_size, intermediate_size"):
         HeadConfig.from_json({"vocab_size": 3, "num_attention_heads": 2}, "x/config.json")
+
+
+@pytest.mark.parametrize("name", ["num_key_value_heads", "head_dim", "max_position_embeddings"])
+def test_nothing_is_guessed_of_a_head_of_ours(name):
+    value = HeadConfig.for_target(TARGET, "eagle3").to_json()
+    with pytest.raises(UserError, match=f"lacks {name}; is this"):
+        HeadConfig.from_json({**value, name: None})
+    assert value["eagle_train"].pop("kind") == "eagle3"
+    with pytest.raises(UserError, match="lacks kind; is this"):
+        HeadConfig.from_json(value)

@@ -115,10 +115,12 @@ def test_json_nested_too_deeply_is_refused(tmp_path):
 def test_null_means_absent_in_a_head_of_ours(tmp_path):
     save_head(small_head("eagle3"), tmp_path)
     file = tmp_path / "config.json"
-    value = json.loads(file.read_text()) | {"rms_norm_eps": None, "max_position_embeddings": None}
-    file.write_text(json.dumps(value))
-    config = load_head(tmp_path).config
-    assert (config.rms_norm_eps, config.max_position_embeddings) == (1e-6, 2048)
+    value = json.loads(file.read_text())
+    file.write_text(json.dumps(value | {"rms_norm_eps": None}))
+    assert load_head(tmp_path).config.rms_norm_eps == 1e-6
+    file.write_text(json.dumps(value | {"max_position_embeddings": None}))
+    with pytest.raises(UserError, match="lacks max_position_embeddings"):
+        load_head(tmp_path)
 
 
 @pytest.mark.parametrize("scaling", [LLAMA3, {"type": "yarn", "factor": 4.0}])
