@@ -11,7 +11,6 @@ from eagle_train.distributed import num_cores
 from eagle_train.errors import UserError
 from eagle_train.progress import progress
 from eagle_train.shards.files import ShardFile, mend_shard, open_shard
-from eagle_train.shards.listing import read_manifest
 from eagle_train.shards.manifest import counted, joined_plan
 from eagle_train.shards.reader import mend_listing, refuse_other_head
 from eagle_train.shards.schema import MANIFEST, Plan, shard_name
@@ -20,6 +19,7 @@ Expected = dict[str, tuple[str, int | None]]  # by file name: the plan it must b
 
 
 def told(check: Callable[[], object]) -> list[str]:
+    """Return what `check` complains of: nothing, or the one line of its UserError."""
     try:
         check()
     except UserError as error:
@@ -46,15 +46,13 @@ def listing_faults(folder: Path, info: dict[str, Any], shards: Sequence[ShardFil
     ]
 
 
-def expected_shards(folder: Path) -> Expected:
-    return listed(read_manifest(folder)) if (folder / MANIFEST).is_file() else planned(folder)
-
-
 def listed(info: dict[str, Any]) -> Expected:
+    """Return the shards that a manifest lists."""
     return {entry["file"]: (entry.get("plan", info["plan"]), entry["bytes"]) for entry in info["shards"]}
 
 
 def planned(folder: Path) -> Expected:
+    """Return the shards of an unfinished extraction's plan that are there, of whatever size."""
     plan = Plan.load(folder)
     there = [shard_name(number) for number in range(len(plan.shards))]
     return {name: (plan.identity, None) for name in there if (folder / name).is_file()}

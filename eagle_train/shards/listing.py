@@ -113,6 +113,16 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     return info
 
 
+def find_manifest(folder: Path) -> dict[str, Any] | None:
+    """Read ``shards.json``; return None where an extraction is unfinished, which has a plan alone.
+
+    Raises UserError where `folder` is no shard directory, or its manifest is damaged.
+    """
+    if (folder / PLAN).is_file() and not (folder / MANIFEST).is_file():
+        return None
+    return read_manifest(folder)
+
+
 def _check(info: dict[str, Any]) -> None:
     _meet(info, _FIELDS)
     _meet(info, {name: rule for name, rule in _MAY_LACK.items() if name in info})

@@ -11,7 +11,7 @@ from typing import Any
 from eagle_train.errors import UserError
 from eagle_train.shards.checking import Expected, listed, listing_faults, planned, shard_faults, told
 from eagle_train.shards.files import ShardFile, open_shard
-from eagle_train.shards.listing import read_manifest
+from eagle_train.shards.listing import find_manifest
 from eagle_train.shards.manifest import SAME, head_of, joined_plan, write_manifest
 from eagle_train.shards.reader import open_shards
 from eagle_train.shards.schema import INDEX, MANIFEST, PLAN, mend, shard_name, shard_number
@@ -33,7 +33,7 @@ def prune(
     anything is changed, for a number or a row that is not there and where damaged shards would stay.
     """
     place = Path(folder)
-    info = read_manifest(place) if (place / MANIFEST).is_file() else None
+    info = find_manifest(place)
     expected = listed(info) if info else planned(place)
     there = expected | (_unlisted(place, expected) if info else {})
     removed = {shard_name(number) for number in shards}

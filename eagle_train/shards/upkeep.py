@@ -11,21 +11,17 @@ from typing import Any
 from eagle_train.errors import UserError
 from eagle_train.io import make_folder, os_error, replacing, sha256_json
 from eagle_train.shards import frozen_target
-from eagle_train.shards.checking import expected_shards, listed, listing_faults, planned, shard_faults, told
+from eagle_train.shards.checking import listed, listing_faults, planned, shard_faults, told
 from eagle_train.shards.files import ShardFile, open_shard
-from eagle_train.shards.listing import read_manifest
+from eagle_train.shards.listing import find_manifest, read_manifest
 from eagle_train.shards.manifest import SAME, head_of, in_common, joined_plan, write_manifest
 from eagle_train.shards.reader import load_frozen, open_shards
-from eagle_train.shards.schema import INDEX, MANIFEST, PLAN, Plan, mend, shard_name
+from eagle_train.shards.schema import INDEX, PLAN, Plan, mend, shard_name
 
 
 def describe(folder: str | Path) -> dict[str, Any]:
     """Return what a shard directory holds, finished or not; raise UserError where it is none."""
-    folder = Path(folder)
-    complete = (folder / MANIFEST).is_file()
-    if complete or not (folder / PLAN).is_file():
-        return _described(folder, read_manifest(folder))
-    return _described(folder, None)
+    return _described(Path(folder), find_manifest(Path(folder)))
 
 
 def _described(folder: Path, info: dict[str, Any] | None) -> dict[str, Any]:
@@ -65,12 +61,12 @@ def verify(folder: str | Path, show: bool = True) -> dict[str, Any]:
     folder = Path(folder)
     listing: list[str] = []
     try:
-        info = read_manifest(folder) if (folder / MANIFEST).is_file() else None
+        info = find_manifest(folder)
     except UserError as error:
         if not (folder / PLAN).is_file():
             raise
         info, listing = None, [str(error)]
-    found = _described(folder, info) if info or (folder / PLAN).is_file() else describe(folder)
+    found = _described(folder, info)
     expected = listed(info) if info else planned(folder)
     faults = list(shard_faults(folder, expected, show).values())
     target: list[str] = []
@@ -155,7 +151,7 @@ def _refuse_other(first: Path, known: dict[str, Any], second: Path, other: dict[
 def _whole_shards(folder: Path, show: bool) -> list[ShardFile]:
     if faults := verify(folder, show)["faults"]:
         raise UserError(faults[0])
-    return [open_shard(folder / name) for name in expected_shards(folder)]
+    return [open_shard(folder / name) for name in listed(read_manifest(folder))]
 
 
 def _refuse_doubles(shards: Sequence[ShardFile]) -> None:

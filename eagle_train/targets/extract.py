@@ -22,7 +22,7 @@ from eagle_train.io import make_folder, sweep
 from eagle_train.progress import Progress, progress
 from eagle_train.shards.claims import CLOSING, Claims, clear, take_in_turn
 from eagle_train.shards.frozen_target import target_bytes
-from eagle_train.shards.listing import read_manifest
+from eagle_train.shards.listing import find_manifest
 from eagle_train.shards.manifest import close_directory
 from eagle_train.shards.schema import INDEX, MANIFEST, Plan, shard_name
 from eagle_train.shards.writer import ShardBuffer, finished_shard, verified_shard
@@ -117,12 +117,12 @@ def extract(
 def summary_of(folder: Path) -> dict[str, Any]:
     """Return what an extraction directory holds: counts, bytes, and whether it is complete."""
     plan = Plan.load(folder)
-    complete = (folder / MANIFEST).is_file()
-    made = read_manifest(folder) if complete else plan.to_json()
+    info = find_manifest(folder)
+    made = plan.to_json() if info is None else info
     size = sum(shard["bytes"] for shard in made["shards"])
     return {
         "out": str(folder),
-        "complete": complete,
+        "complete": info is not None,
         "features": plan.setting.features,
         "layer_ids": list(plan.setting.layer_ids),
         "codec": plan.setting.codec,
