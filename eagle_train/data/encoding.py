@@ -47,7 +47,7 @@ class Outcome:
 
 @dataclass(frozen=True)
 class EncoderSpec:
-    """All that makes an encoder; its parts travel to worker processes."""
+    """All that makes an encoder; it travels to worker processes."""
 
     tokenizer: Any
     template: ChatTemplate
@@ -131,8 +131,7 @@ def _in_processes(
     source: Iterator[Conversation | TokenRow], spec: EncoderSpec, processes: int
 ) -> Iterator[Outcome]:
     context = multiprocessing.get_context("fork" if sys.platform == "linux" else "spawn")
-    parts = (spec.tokenizer, spec.template.parts, spec.max_length, spec.last_turn_only, os.getpid())
-    pool = ProcessPoolExecutor(processes, context, _start_worker, parts)
+    pool = ProcessPoolExecutor(processes, context, _start_worker, (spec, os.getpid()))
     waiting: deque[Future[list[Outcome]]] = deque()
     try:
         while batch := list(islice(source, _BATCH)):
@@ -185,9 +184,7 @@ def _held_back() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def _start_worker(
-    tokenizer: Any, template: tuple[Any, ...], max_length: int, last_turn_only: bool, parent: int
-) -> None:
+def _start_worker(spec: EncoderSpec, parent: int) -> None:
     """Leave Ctrl-C to the parent, die with it, and keep to one thread."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -195,7 +192,7 @@ def _start_worker(
         signal.pthread_sigmask(signal.SIG_UNBLOCK, _INTERRUPTS)
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     threading.Thread(target=_die_with, args=(parent,), daemon=True).start()
-    _start_encoder(EncoderSpec(tokenizer, ChatTemplate(*template), max_length, last_turn_only))
+    _start_encoder(spec)
 
 
 def _die_with(parent: int) -> None:

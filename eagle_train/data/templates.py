@@ -69,8 +69,8 @@ class TemplateRefused(Exception):
 class ChatTemplate:
     """One compiled template with the special tokens it may write and the user's `arguments`.
 
-    `name` is ``own``, a built-in name, or the file's name; `fingerprint` covers the text alone;
-    ``ChatTemplate(*parts)`` makes another of it.
+    `name` is ``own``, a built-in name, or the file's name; `fingerprint` covers the text alone. It travels
+    to another process, where it is compiled again.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class ChatTemplate:
         from transformers.utils.chat_template_utils import _compile_jinja_template
 
         self.text, self.name, self.arguments = text, name, dict(arguments or {})
-        self.parts = (text, name, special_tokens, self.arguments)
+        self._parts = (text, name, special_tokens, self.arguments)
         self.fingerprint = text_fingerprint(text)
         self._context: dict[str, Any] = {"documents": None, "strftime_now": _FIXED_DATE.strftime}
         self._context |= {**special_tokens, **self.arguments}
@@ -88,6 +88,9 @@ class ChatTemplate:
             self._compiled = _compile_jinja_template(text)
         except TemplateError as error:
             raise UserError(f"chat template {name}: not valid Jinja ({error}); correct it") from error
+
+    def __reduce__(self) -> tuple[type[ChatTemplate], tuple[Any, ...]]:
+        return ChatTemplate, self._parts
 
     def render(
         self, messages: list[Message], generation_prompt: bool = False, tools: Sequence[Message] = ()

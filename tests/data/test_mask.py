@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from hypothesis import strategies as st
 
 from eagle_train.data.answer_ids import say
 from eagle_train.data.conversations import read_record
+from eagle_train.data.encoding import EncoderSpec
 from eagle_train.data.mask import EncodedRow, Encoder, cut
 from eagle_train.data.records import Conversation, Skip, Turn
 from eagle_train.data.templates import load_template
@@ -456,3 +458,13 @@ def test_any_text_is_supervised_whole_and_nothing_else(
             assert first > last
         head = rendered(tokenizer, conversation.messages()[:1], True)
         assert name == "plain" or row.input_ids[: len(head)] == head or len(rows) > 1
+
+
+def test_what_makes_an_encoder_travels_to_another_process(byte_level: Any) -> None:
+    tokenizer = byte_level("chatml")
+    template = load_template(tokenizer, arguments={"mood": "calm"})
+    spec = pickle.loads(pickle.dumps(EncoderSpec(tokenizer, template, 100)))
+    assert (spec.template.name, spec.template.arguments) == ("own", {"mood": "calm"})
+    assert spec.template.fingerprint == template.fingerprint
+    found = Encoder(spec.tokenizer, spec.template).rows(talk(*TWO_TURNS))
+    assert found == encoder_of(tokenizer).rows(talk(*TWO_TURNS))
