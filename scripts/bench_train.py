@@ -3,7 +3,7 @@
     python scripts/bench_train.py [--seconds 120] [--threads 1] [--cases 512,8192,1.0,fp32 ...] [--json]
 
 A case is length, draft vocabulary, share of rows counted, precision: one document of that length, forward,
-backward and AdamW, at the sizes of SmolLM2-135M unless --hidden and the like say otherwise. "naive" does what
+backward and AdamW, at the sizes of SmolLM2-135M unless --sizes says otherwise. "naive" does what
 public trainers do: every row at every step, a dense mask, whole logits kept for the backward. Each case has a
 process of its own, so that its peak memory is its own; on one thread the time is the processor's, so that
 other work on the machine does not matter. The matrix rate is that of plain products of the step's shapes,
@@ -246,7 +246,9 @@ def main() -> None:
     parser.add_argument("--repeat-seconds", type=float, default=1.0)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--cases", nargs="+", default=CASES)
-    parser.add_argument("--sizes", nargs=7, type=int, default=list(vars(Sizes()).values()))
+    parser.add_argument(
+        "--sizes", nargs=7, type=int, default=list(vars(Sizes()).values()), help=Sizes.__doc__
+    )
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--naive", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--alone", action="store_true", help=argparse.SUPPRESS)
