@@ -197,9 +197,9 @@ def main() -> int:
     parser.add_argument("--json", action="store_true")
     given = parser.parse_args()
     begun, report = time.monotonic(), []
-    name = torch.cuda.get_device_name() if given.device != "cpu" else "CPU"
+    device = torch.cuda.get_device_name() if given.device != "cpu" else "CPU"
     if not given.json:
-        print(f"{name}, torch {torch.__version__}")
+        print(f"{device}, torch {torch.__version__}")
     checks = [lambda c=c: c(given.device) for c in (check_features, check_step, check_decoding)]  # type: ignore[misc]
     for work in [*checks, *measured(given.device, given.seconds)]:
         if time.monotonic() - begun > 54 * given.minutes:
@@ -208,11 +208,9 @@ def main() -> int:
         found = work()
         report.append(found)
         if not given.json:
-            print(
-                "  ".join(f"{k}: {v:,.4g}" if isinstance(v, float) else f"{k}: {v}" for k, v in found.items())
-            )
+            print("  ".join(f"{name}: {_short(value)}" for name, value in found.items()))
     if given.json:
-        print(json.dumps({"device": name, "torch": torch.__version__, "report": report}))
+        print(json.dumps({"device": device, "torch": torch.__version__, "report": report}))
     return 0 if all(found.get("fine", True) for found in report) else 1
 
 
