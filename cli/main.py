@@ -1,6 +1,7 @@
 """The ``eagle`` command: one line per command, and errors turned into exit codes.
 
-Exit codes: 0 done, 1 a bug (with traceback), 2 the user must change something, 130 interrupted.
+Exit codes: 0 done; 1 a bug (with traceback), or a fault that eval, verify, the demo or a dry run found; 2 the
+user must change something; 130 interrupted.
 Command files import nothing heavy at their top, so that ``--help`` answers at once, without torch.
 """
 
