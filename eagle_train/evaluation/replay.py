@@ -16,6 +16,7 @@ from torch import Tensor
 
 from eagle_train.decoding.sampling import Sampling, distribution
 from eagle_train.heads.disk import Head
+from eagle_train.heads.draft_vocab import to_draft
 from eagle_train.losses.acceptance import AcceptanceCounts, draft_logits, draft_steps
 from eagle_train.shards.batches import PackedBatch
 from eagle_train.shards.frozen_target import FrozenTarget
@@ -41,8 +42,7 @@ def tables(head: Head, frozen: FrozenTarget, batch: PackedBatch, steps: int, sam
     shape, device = (steps, len(batch.rows)), batch.rows.device
     ranks = torch.full(shape, NEVER, device=device)
     sure, said, shares = (torch.zeros(shape, device=device) for _ in range(3))
-    draft_of = torch.full((head.config.vocab_size,), -1, device=device)
-    draft_of[head.draft_ids] = torch.arange(len(head.draft_ids), device=device)
+    draft_of = to_draft(head.draft_ids, head.config.vocab_size)
     for step in draft_steps(head, frozen, batch, steps):
         for out, index in zip(step.out.split(_ROWS_AT_ONCE), step.index.split(_ROWS_AT_ONCE), strict=True):
             token = batch.input_ids[batch.rows[index] + 2 + step.number]  # x[t+2+i]

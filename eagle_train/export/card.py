@@ -3,23 +3,21 @@
 from __future__ import annotations
 
 import json
-import re
 import shlex
 from pathlib import Path
 from typing import Any
 
-from eagle_train.export.layout import SWITCHES
+from eagle_train.export.hub import HUB_ID
+from eagle_train.export.layout import GUESSES, SWITCHES
 from eagle_train.export.refusals import NAMES
 from eagle_train.heads.config import HeadConfig
 
-_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _METHODS = {
     "vllm": {"eagle1": "eagle", "eagle3": "eagle3", "medusa": "medusa"},
     "speculators": {"eagle3": "eagle3"},
     "sglang": {"eagle1": "EAGLE", "eagle3": "EAGLE3"},
 }
 _TITLES = {**NAMES, "speculators": "vLLM (speculators layout)"}
-GUESSES = 3  # per round; a chain of 3 suits most heads when many requests share the machine
 
 
 def serve_command(engine: str, kind: str, target: str, head: str, dtype: str, guesses: int = GUESSES) -> str:
@@ -85,7 +83,7 @@ def model_card(record: dict[str, Any], config: HeadConfig, folder: str, commands
 
 def is_hub_id(target: str) -> bool:
     """True for OWNER/NAME that is no folder here."""
-    return bool(_HUB_ID.fullmatch(target)) and not Path(target).exists()
+    return bool(HUB_ID.fullmatch(target)) and not Path(target).exists()
 
 
 def _facts(record: dict[str, Any], config: HeadConfig) -> list[str]:

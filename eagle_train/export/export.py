@@ -11,9 +11,9 @@ from typing import Any
 import torch
 
 from eagle_train.errors import UserError
-from eagle_train.export.card import GUESSES, is_hub_id, model_card, serve_command
-from eagle_train.export.folder import PROVENANCE, check_free, folder_bytes, made_by
-from eagle_train.export.layout import as_served, check_engine, engine_config, engine_tensors
+from eagle_train.export.card import is_hub_id, model_card, serve_command
+from eagle_train.export.folder import PROVENANCE, check_free, folder_bytes
+from eagle_train.export.layout import GUESSES, as_served, check_engine, engine_config, engine_tensors
 from eagle_train.export.refusals import refusals
 from eagle_train.export.source import Source, TargetFacts, find_source
 from eagle_train.export.verify import REFERENCE_FOLDER, verify, write_reference
@@ -174,11 +174,6 @@ def _commands(record: dict[str, Any], target: str, head: str) -> dict[str, str]:
         engine: serve_command(engine, record["kind"], target or "TARGET", head, dtype, guesses)
         for engine in record["engines"]
     }
-
-
-def is_export(folder: Path) -> bool:
-    """True for a directory that `export` wrote."""
-    return made_by(folder) == _MADE_BY
 
 
 def _long(dtype: torch.dtype) -> str:

@@ -8,8 +8,7 @@ from pathlib import Path
 
 from eagle_train.errors import UserError
 from eagle_train.io import read_json
-
-PROVENANCE = "provenance.json"
+from eagle_train.training.trained_on import PROVENANCE
 
 
 def made_by(folder: Path) -> str | None:

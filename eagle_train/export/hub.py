@@ -7,12 +7,12 @@ from pathlib import Path
 
 from eagle_train.errors import UserError
 
-_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
 def check_repository(name: str) -> str:
     """Return `name`, or raise UserError where it is no OWNER/NAME."""
-    if not _NAME.fullmatch(name):
+    if not HUB_ID.fullmatch(name):
         raise UserError(f"--push-to-hub {name}: wanted the repository as OWNER/NAME")
     return name
 

@@ -22,7 +22,7 @@ from eagle_train.heads.disk import Head
 from eagle_train.heads.eagle1 import Eagle1Head
 
 ENGINES = ("vllm", "sglang", "speculators", "eagle")
-SPECULATIVE_TOKENS = 3  # what a speculators config makes vLLM guess per round, unless told otherwise
+GUESSES = 3  # per round, unless told otherwise: it suits most heads when many requests share the machine
 _MAPS = {"d2t": torch.int64, "t2d": torch.bool}
 SWITCHES = ("fc_norm", "norm_output", "norm_before_fc", "norm_before_residual")
 _NOT_THE_LAYERS = {
@@ -118,7 +118,7 @@ def _speculators_config(config: HeadConfig) -> dict[str, Any]:
             "proposal_methods": [
                 {
                     "proposal_type": "greedy",
-                    "speculative_tokens": SPECULATIVE_TOKENS,
+                    "speculative_tokens": GUESSES,
                     "verifier_accept_k": 1,
                     "accept_tolerance": 0.0,
                 }

@@ -48,6 +48,13 @@ def membership(draft_ids: Tensor, vocab_size: int) -> Tensor:
     return mask
 
 
+def to_draft(draft_ids: Tensor, vocab_size: int) -> Tensor:
+    """Return the draft id of each target id, [V] int64: -1 where it cannot be drafted."""
+    table = torch.full((vocab_size,), -1, device=draft_ids.device)
+    table[draft_ids] = torch.arange(len(draft_ids), device=draft_ids.device)
+    return table
+
+
 def to_offsets(draft_ids: Tensor) -> Tensor:
     """Return d2t as engines store it: the offset of each draft id to its target id, [D] int64."""
     return draft_ids - torch.arange(len(draft_ids), device=draft_ids.device)

@@ -30,14 +30,6 @@ class VocabularyLoss(NamedTuple):
     hits: Tensor  # [R] bool, no token is likelier to the head than the target's first choice
 
 
-def draft_distribution(target: FrozenTarget, last: Tensor) -> Tensor:
-    """Return the target's distribution over its output rows, [.., D] float32 or wider, from states [.., H].
-
-    `target` is the frozen target restricted to the draft vocabulary, which renormalises.
-    """
-    return wide(target.logits(last)).softmax(-1)
-
-
 def vocabulary_loss(
     hidden: Tensor,  # [R, H], what the head's output map reads
     weight: Tensor,  # [D, H], the head's output map

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import torch
 from torch import Tensor, nn
 
+from eagle_train.heads.draft_vocab import to_draft
 from eagle_train.heads.eagle3 import Eagle3Head
 from eagle_train.heads.ttt import unroll
 from eagle_train.losses.vocabulary import vocabulary_loss
@@ -44,9 +44,7 @@ class Eagle3Step(nn.Module):
         self.num_steps, self.step_decay = num_steps, step_decay
         self.divergence, self.top_k = divergence, top_k
         self.teacher = frozen.restrict(head.draft_ids)  # draft-vocabulary rows of the output map
-        draft_of = torch.full((head.config.vocab_size,), -1, dtype=torch.int64)
-        draft_of[head.draft_ids.cpu()] = torch.arange(len(head.draft_ids))
-        self.draft_of = draft_of.to(head.draft_ids.device)  # [V], draft id of each target id, -1 outside
+        self.draft_of = to_draft(head.draft_ids, head.config.vocab_size)
 
     def forward(self, batch: PackedBatch, counts: Tensor, counted: Tensor | None = None) -> StepResult:
         """Return the batch's loss; `counts` [S] are the rows counted in the whole optimizer step.

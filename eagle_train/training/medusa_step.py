@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
+from eagle_train.heads.draft_vocab import to_draft
 from eagle_train.heads.medusa import MedusaHead
 from eagle_train.losses.vocabulary import vocabulary_loss
 from eagle_train.training.step_result import StepResult, nothing_counted, step_weights
@@ -37,9 +38,7 @@ class MedusaStep(nn.Module):
         self.divergence, self.top_k = divergence, top_k
         self.num_steps = head.config.medusa_heads
         self.teacher = frozen.restrict(head.draft_ids)  # draft-vocabulary rows of the output map
-        draft_of = torch.full((head.config.vocab_size,), -1, dtype=torch.int64)
-        draft_of[head.draft_ids.cpu()] = torch.arange(len(head.draft_ids))
-        self.draft_of = draft_of.to(head.draft_ids.device)  # [V], draft id of each target id, -1 outside
+        self.draft_of = to_draft(head.draft_ids, head.config.vocab_size)
 
     def forward(self, batch: PackedBatch, counts: Tensor, counted: Tensor | None = None) -> StepResult:
         """Return the batch's loss; `counts` [S] are the rows counted in the whole optimizer step.

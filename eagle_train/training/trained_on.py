@@ -10,13 +10,13 @@ from eagle_train.io import read_json
 from eagle_train.training.checkpoints import FOLDER, head_folder
 from eagle_train.training.run_folder import RECORD
 
-_PROVENANCE = "provenance.json"  # of an export
+PROVENANCE = "provenance.json"  # of an export
 
 
 def trained_on(head: str | Path) -> dict[str, Any] | None:
     """Return name and fingerprint of the target behind a run or a head directory, None where not recorded."""
     folder = head_folder(head).resolve()
-    places = [folder / _PROVENANCE]
+    places = [folder / PROVENANCE]
     if folder.parent.name == FOLDER:
         places.append(folder.parent.parent / RECORD)
     for place in places:

@@ -12,7 +12,8 @@ import torch
 import yaml
 
 from eagle_train.export.card import is_hub_id, serve_command
-from eagle_train.export.export import export, is_export
+from eagle_train.export.export import export
+from eagle_train.export.folder import made_by
 from eagle_train.export.verify import reference_outputs
 from eagle_train.heads.disk import load_head
 from eagle_train.io import sha256_file, write_json
@@ -129,8 +130,8 @@ def test_provenance_names_what_the_export_was_made_from(head_dir, tmp_path):
         "acceptance": None,
         "weights_sha256": sha256_file(out / "model.safetensors"),
     }
-    assert is_export(out)
-    assert not is_export(source)
+    assert made_by(out) == "eagle export"
+    assert made_by(source) is None
 
 
 def test_serve_commands_are_those_of_the_engines():

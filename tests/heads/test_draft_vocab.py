@@ -8,7 +8,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from eagle_train.errors import UserError
-from eagle_train.heads.draft_vocab import choose_draft_ids, coverage, from_offsets, membership, to_offsets
+from eagle_train.heads.draft_vocab import (
+    choose_draft_ids,
+    coverage,
+    from_offsets,
+    membership,
+    to_draft,
+    to_offsets,
+)
 
 
 def test_most_frequent_first_ties_by_id_filled_with_the_lowest_unused():
@@ -30,6 +37,7 @@ def test_any_frequencies_give_exactly_the_size_ascending_and_a_map_that_returns(
         (frequencies.get(t, 0) for t in left), default=0
     )
     assert torch.equal(from_offsets(to_offsets(ids), membership(ids, 30), 30, "x"), ids)
+    assert to_draft(ids, 30).tolist() == [ids.tolist().index(t) if t in kept else -1 for t in range(30)]
 
 
 def test_coverage_is_the_share_of_supervised_tokens():

@@ -8,7 +8,7 @@ import torch
 from eagle_train.losses import vocabulary
 from eagle_train.losses.divergences import DIVERGENCES
 from eagle_train.losses.regression import smooth_l1_rows
-from eagle_train.losses.vocabulary import draft_distribution, vocabulary_loss
+from eagle_train.losses.vocabulary import vocabulary_loss
 from eagle_train.shards.frozen_target import FrozenTarget
 
 R, M, H, D = 37, 11, 16, 50
@@ -177,11 +177,11 @@ def test_very_likely_and_impossible_tokens_stay_finite():
     torch.testing.assert_close(result.rows.double(), wanted[1], atol=1e-2, rtol=1e-4)
 
 
-def test_draft_distribution_is_restricted_and_renormalised():
+def test_the_distribution_over_draft_tokens_is_restricted_and_renormalised():
     _, _, target, last, *_ = _case()
     ids = torch.tensor([3, 4, 30])
     whole = target.logits(last).softmax(-1)[:, ids]
-    p = draft_distribution(target.restrict(ids), last)
+    p = target.restrict(ids).logits(last).softmax(-1)
     torch.testing.assert_close(p.double(), whole / whole.sum(-1, keepdim=True), atol=1e-6, rtol=1e-5)
 
 

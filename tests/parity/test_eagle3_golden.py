@@ -102,9 +102,7 @@ def test_hits_equal_the_reference_accuracy():
 
 def test_target_distribution_equals_the_reference():
     head, frozen, batch, _, tensors, lengths = _case("")
-    from eagle_train.losses.vocabulary import draft_distribution
-
-    p = draft_distribution(frozen.restrict(head.draft_ids), batch.label_last)
+    p = frozen.restrict(head.draft_ids).logits(batch.label_last).float().softmax(-1)
     rows = [t for row, length in enumerate(lengths) for t in range(24 * row, 24 * row + length - 1)]
     wanted = _flat(tensors["output.target_p_step0"], lengths)[rows]
     torch.testing.assert_close(p[[t + 1 for t in rows]], wanted, atol=1e-6, rtol=0)
