@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -110,4 +111,4 @@ def _report(summary: dict[str, Any], rows: Path, target: str, as_json: bool) -> 
         f"{summary['labels']:,} supervised, {counted(summary['shards'], 'shard')}, {size}{skipped}"
     )
     recipe = summary["features"] if summary["features"] != "all" else "eagle3"
-    print(f"next: eagle train {summary['out']} --recipe {recipe} --out run/")
+    print(f"next: eagle train {shlex.quote(summary['out'])} --recipe {recipe} --out run/")

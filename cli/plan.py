@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from typing import Any
 
 import typer
@@ -62,8 +63,8 @@ def run(
         print(line)
     layers = f" --layers {','.join(map(str, found['layer_ids']))}" if found["layer_ids"] else ""
     print(
-        f"next: eagle extract {rows} --target {target} --for {found['features']}{layers} --codec {codec} "
-        "--out shards/"
+        f"next: eagle extract {shlex.quote(str(rows))} --target {shlex.quote(target)} "
+        f"--for {found['features']}{layers} --codec {codec} --out shards/"
     )
 
 

@@ -147,7 +147,7 @@ def _words(summary: dict[str, Any]) -> str:
     return (
         f"{summary['out']}: {counted(summary['steps'], 'step')}{skipped}, {summary['tokens']:,} tokens in "
         f"{summary['seconds'] / 60:.1f} minutes{early}; {tau}\n"
-        f"next: eagle eval {summary['out']} --target {summary['target']}"
+        f"next: eagle eval {shlex.quote(summary['out'])} --target {shlex.quote(summary['target'])}"
         + (
             " --draft chain --num-questions 10" if default_device().type == "cpu" else ""
         )  # a tree is slow there
