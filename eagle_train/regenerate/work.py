@@ -59,9 +59,6 @@ class Work:
         elif key not in self._answers:
             self.failed[key] = reason
 
-    def __contains__(self, key: Key) -> bool:
-        return key in self._answers
-
     def get(self, key: Key) -> Answer | None:
         """Return an answer, None where it is still to be made."""
         if key not in self._answers:
