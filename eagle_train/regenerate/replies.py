@@ -36,7 +36,7 @@ def read_reply(content: bytes, read: Callable[[Any], Found]) -> Found:
 def answer_in(reply: Any) -> Answer:
     """Return the answer in a completion, with the ids that came with it, none where those make no sense.
 
-    For `read_reply`.     Raises Refused where there never will be one.
+    For `read_reply`. Raises Refused where there never will be one.
     """
     choice = reply["choices"][0]
     message, reason = choice["message"], choice["finish_reason"]

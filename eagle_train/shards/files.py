@@ -38,7 +38,8 @@ _TENSORS = {
     "span_starts",
     "last",
     "label_argmax",
-} | {"label_lse"}
+    "label_lse",
+}
 _HEADER: dict[str, type] = {
     "plan": str,
     "shard": int,
