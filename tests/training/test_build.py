@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 
 from eagle_train.errors import UserError
 from eagle_train.heads.disk import load_head
+from eagle_train.heads.foreign import read_foreign
 from eagle_train.heads.draft_vocab import choose_draft_ids
 from eagle_train.recipe_files import load_recipe
 from eagle_train.shards.reader import open_shards
@@ -192,7 +193,7 @@ def test_a_warm_start_keeps_layer_ids_and_target_and_refuses_other_layers(
     foreign = shutil.copytree(folder, tmp_path / "foreign")
     del config["eagle_train"], config["eagle_config"], config["eagle_aux_hidden_state_layer_ids"]
     (foreign / "config.json").write_text(json.dumps(config))
-    assert load_head(foreign).config.feature_layers == ()
+    assert read_foreign(foreign).head.config.feature_layers == ()
     train(tiny_shards_dir, tiny("run.steps=1"), tmp_path / "warm", init_from=str(foreign), show=False)
     after = load_head(tmp_path / "warm" / "last").config
     assert after.feature_layers == tuple(shards.info["layer_ids"]) == (2, 4, 5)
