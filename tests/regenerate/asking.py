@@ -1,8 +1,9 @@
-"""Conversations to ask, and JSON lines to write and read."""
+"""Conversations to ask, the command that asks them, and JSON lines to write and read."""
 
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -33,3 +34,9 @@ def write(path: Path, records: list[Any]) -> Path:
 
 def read(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def command(data: Path, target: Path | str, out: Path, *more: str) -> list[str]:
+    """The command line of a process of its own; from its fourth word on it is that of ``eagle``."""
+    named = (str(data), "--target", str(target), "--out", str(out))
+    return [sys.executable, "-m", "eagle_cli.main", "regenerate", *named, *more]

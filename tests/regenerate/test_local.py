@@ -6,7 +6,6 @@ import gzip
 import json
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -25,9 +24,10 @@ from eagle_train.regenerate.regenerate import regenerate
 from eagle_train.regenerate.work import folder_of
 from eagle_train.targets.load import Target
 
-from .asking import STOPS, chats, read, write
+from .asking import STOPS, chats, command, read, write
 
 SETTINGS = AnswerSettings(max_new_tokens=24)
+HOW = ("--max-tokens", "24", "--dtype", "fp32", "--device", "cpu", "--batch", "4")  # as `make` does
 
 
 def make(data: Path, target: Target | Path, out: Path, **options: Any) -> dict[str, Any]:
@@ -269,32 +269,13 @@ def test_nothing_to_ask(tmp_path: Path, target: Target, records: list[Any], told
     assert [path.name for path in tmp_path.iterdir()] == ["a.jsonl"]
 
 
-def command(data: Path, target: Path, out: Path, *more: str) -> list[str]:
-    return [
-        *(sys.executable, "-m", "eagle_cli.main", "regenerate", str(data), "--target", str(target)),
-        *(
-            "--out",
-            str(out),
-            "--max-tokens",
-            "24",
-            "--dtype",
-            "fp32",
-            "--device",
-            "cpu",
-            "--batch",
-            "4",
-            *more,
-        ),
-    ]
-
-
 def test_killed_at_any_moment_and_given_again(
     tmp_path: Path, target: Target, ending_target_dir: Path, expected: list[dict[str, Any]]
 ) -> None:
     """A real process, killed without a word once it has written some answers."""
     data = write(tmp_path / "a.jsonl", chats())
     out = tmp_path / "out.jsonl"
-    child = subprocess.Popen(command(data, ending_target_dir, out), stderr=subprocess.DEVNULL)
+    child = subprocess.Popen(command(data, ending_target_dir, out, *HOW), stderr=subprocess.DEVNULL)
     part = folder_of(out) / "part-00000.jsonl"
     deadline = time.monotonic() + 120
     while not (part.exists() and part.read_bytes().count(b"\n") > 3) and time.monotonic() < deadline:
@@ -330,7 +311,7 @@ def test_the_command_starts_workers_with_what_was_typed(
 
     monkeypatch.setattr(distributed, "relaunch", in_turn)
     with pytest.raises(SystemExit) as left:
-        main([*command(data, ending_target_dir, out)[3:], "--processes", "2", "--template-arg", "a=b"])
+        main([*command(data, ending_target_dir, out, *HOW)[3:], "--processes", "2", "--template-arg", "a=b"])
     assert not left.value.code
     (typed,) = launched
     assert (typed[:2], typed[-1]) == (["regenerate", str(data)], "--worker")

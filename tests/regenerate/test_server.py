@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -21,10 +20,11 @@ from eagle_train.regenerate.regenerate import regenerate
 from eagle_train.regenerate.server import Server
 from eagle_train.regenerate.work import folder_of
 
-from .asking import chats, read, write
+from .asking import chats, command, read, write
 from .chat_server import ODD, reply, token_ids
 
 Start = Callable[..., tuple[str, Path]]
+HOW = ("--max-tokens", "50", "--in-flight", "4")
 NO_MODEL = "./served-elsewhere"  # there is no tokenizer of that name
 
 
@@ -322,19 +322,12 @@ def test_a_key_that_is_not_there(tmp_path: Path) -> None:
         Server("http://localhost", api_key_env="EAGLE_NO_SUCH_KEY").headers()
 
 
-def command(data: Path, url: str, out: Path) -> list[str]:
-    return [
-        *(sys.executable, "-m", "eagle_cli.main", "regenerate", str(data), "--target", NO_MODEL),
-        *("--server", url, "--out", str(out), "--max-tokens", "50", "--in-flight", "4"),
-    ]
-
-
 def test_killed_and_given_again(tmp_path: Path, start_server: Start) -> None:
     """A real process, killed without a word in the middle; the answers it had are not asked for again."""
     url, log = start_server("--delay", "0.02")
     data = write(tmp_path / "a.jsonl", chats(60))
     out = tmp_path / "out.jsonl"
-    child = subprocess.Popen(command(data, url, out), stderr=subprocess.DEVNULL)
+    child = subprocess.Popen(command(data, NO_MODEL, out, "--server", url, *HOW), stderr=subprocess.DEVNULL)
     part = folder_of(out) / "part-00000.jsonl"
     deadline = time.monotonic() + 120
     while not (part.exists() and part.read_bytes().count(b"\n") > 10) and time.monotonic() < deadline:
