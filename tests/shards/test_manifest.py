@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -14,21 +13,21 @@ from eagle_train.io import load_tensors, save_tensors
 from eagle_train.shards.reader import open_shards
 from eagle_train.shards.schema import LAYER_CONVENTION
 
-
-@pytest.fixture
-def copied(tmp_path: Path, tiny_shards_dir: Path) -> Path:
-    return Path(shutil.copytree(tiny_shards_dir, tmp_path / "copy"))
+from .conftest import edit
 
 
-def _edit(file: Path, path: list[str | int], value: Any) -> None:
-    record = place = json.loads(file.read_text())
-    for key in path[:-1]:
-        place = place[key]
-    if value is KeyError:
-        del place[path[-1]]
-    else:
-        place[path[-1]] = value
-    file.write_text(json.dumps(record))
+def _put(file: Path, path: list[str | int], value: Any) -> None:
+    """Set one field of a record, or with KeyError take it away."""
+
+    def change(place: Any) -> None:
+        for key in path[:-1]:
+            place = place[key]
+        if value is KeyError:
+            del place[path[-1]]
+        else:
+            place[path[-1]] = value
+
+    edit(file, change)
 
 
 def test_it_says_what_a_layer_number_means(tiny_shards_dir: Path) -> None:
@@ -78,7 +77,7 @@ def test_it_says_what_a_layer_number_means(tiny_shards_dir: Path) -> None:
 def test_an_edited_manifest_is_named_in_one_line(
     copied: Path, path: list[str | int], value: Any, words: str
 ) -> None:
-    _edit(copied / "shards.json", path, value)
+    _put(copied / "shards.json", path, value)
     with pytest.raises(UserError) as caught:
         open_shards(copied)
     assert words in str(caught.value)
@@ -86,7 +85,7 @@ def test_an_edited_manifest_is_named_in_one_line(
 
 
 def test_counts_of_tokens_that_are_none_are_named(copied: Path) -> None:
-    _edit(copied / "shards.json", ["supervised_frequencies", "5"], "many")
+    _put(copied / "shards.json", ["supervised_frequencies", "5"], "many")
     with pytest.raises(UserError, match=r"shards\.json: supervised_frequencies.*many"):
         print(open_shards(copied).supervised_frequencies)
 
@@ -103,7 +102,7 @@ def test_counts_of_tokens_that_are_none_are_named(copied: Path) -> None:
 def test_an_edited_target_record_is_named_in_one_line(
     copied: Path, path: list[str | int], value: Any, words: str
 ) -> None:
-    _edit(copied / "target.json", path, value)
+    _put(copied / "target.json", path, value)
     with pytest.raises(UserError) as caught:
         open_shards(copied).frozen_target()
     assert str(caught.value).startswith(f"{copied / 'target.json'}: ")

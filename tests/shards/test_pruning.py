@@ -19,10 +19,7 @@ from eagle_train.shards.reader import open_shards
 from eagle_train.targets.extract import extract
 from eagle_train.training.run_folder import fingerprint
 
-
-@pytest.fixture
-def copied(tmp_path: Path, tiny_shards_dir: Path) -> Path:
-    return Path(shutil.copytree(tiny_shards_dir, tmp_path / "copy"))
+from .conftest import bytes_of, edit, flip
 
 
 @pytest.fixture
@@ -32,29 +29,13 @@ def half(tmp_path: Path, tiny_shards_dir: Path) -> Path:
     return Path(shutil.copytree(tmp_path / "parts" / "part-0", tmp_path / "half"))  # no links
 
 
-def _edit(folder: Path, change: Callable[[dict[str, Any]], None]) -> None:
-    info = json.loads((folder / "shards.json").read_text())
-    change(info)
-    (folder / "shards.json").write_text(json.dumps(info))
-
-
-def _flip(file: Path) -> None:
-    content = bytearray(file.read_bytes())
-    content[-5] ^= 8
-    file.write_bytes(content)
-
-
-def _bytes(folder: Path) -> dict[str, bytes]:
-    return {file.name: file.read_bytes() for file in sorted(folder.iterdir())}
-
-
 def _faults(folder: Path) -> list[str]:
     return list(upkeep.verify(folder, show=False)["faults"])
 
 
 def test_no_file_outside_the_folder_is_removed(copied: Path, tmp_path: Path) -> None:
     (tmp_path / "precious").write_text("x")
-    _edit(copied, lambda info: info["shards"][0].update(file="../precious"))
+    edit(copied / "shards.json", lambda info: info["shards"][0].update(file="../precious"))
     for work in (
         lambda: prune(copied, damaged=True, show=False),
         lambda: upkeep.describe(copied),
@@ -69,11 +50,11 @@ def test_no_file_outside_the_folder_is_removed(copied: Path, tmp_path: Path) -> 
 
 
 def test_damage_that_would_stay_is_refused_before_anything_is_touched(half: Path) -> None:
-    _flip(half / "shard-00001.safetensors")
-    before = _bytes(half)
+    flip(half / "shard-00001.safetensors")
+    before = bytes_of(half)
     with pytest.raises(UserError, match=r"shard-00001\.safetensors: .*it would stay: give --damaged too"):
         prune(half, shards=[0], show=False)
-    assert _bytes(half) == before
+    assert bytes_of(half) == before
     assert "eagle shards prune" in upkeep.verify(half, show=False)["advice"]
     assert "extract again" not in " ".join(_faults(half))
     prune(half, damaged=True, show=False)
@@ -82,11 +63,11 @@ def test_damage_that_would_stay_is_refused_before_anything_is_touched(half: Path
 
 
 def test_a_merged_folder_is_not_emptied(half: Path) -> None:
-    before = _bytes(half)
+    before = bytes_of(half)
     numbers = range(len(open_shards(half).info["shards"]))
     with pytest.raises(UserError, match="no whole shard would be left, and eagle shards merge or split"):
         prune(half, shards=numbers, show=False)
-    assert _bytes(half) == before
+    assert bytes_of(half) == before
 
 
 class _Killed(BaseException):
@@ -128,12 +109,12 @@ def test_a_killed_prune_goes_on(half: Path, step: int, monkeypatch: pytest.Monke
 
 
 def test_index_and_manifest_are_written_anew_from_whole_shards(half: Path) -> None:
-    before = _bytes(half)
+    before = bytes_of(half)
     (half / "index.safetensors").write_bytes(b"x")
-    _edit(half, lambda info: info.update(hidden_size=64))
+    edit(half / "shards.json", lambda info: info.update(hidden_size=64))
     assert len(_faults(half)) == 2
     assert prune(half, damaged=True, show=False)["removed"] == []
-    after = _bytes(half)
+    after = bytes_of(half)
     assert json.loads(after.pop("shards.json")) == json.loads(before.pop("shards.json"))
     assert after == before
 
@@ -153,7 +134,7 @@ def test_index_and_manifest_are_written_anew_from_whole_shards(half: Path) -> No
 def test_verify_finds_what_was_edited(
     copied: Path, change: dict[str, Any], words: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    _edit(copied, lambda info: info.update(change))
+    edit(copied / "shards.json", lambda info: info.update(change))
     with pytest.raises(SystemExit) as caught:
         main(["shards", "verify", str(copied)])
     assert caught.value.code == 2
@@ -185,13 +166,13 @@ def test_an_edited_plan_is_a_fault(copied: Path, change: dict[str, Any], words: 
 def test_the_same_extraction_mends_a_lost_target_and_an_edited_manifest(
     copied: Path, tiny_rows_dir: Path, tiny_target_dir: Path
 ) -> None:
-    before = _bytes(copied)
+    before = bytes_of(copied)
     (copied / "target.safetensors").unlink()
-    _edit(copied, lambda info: info.update(target={}))
+    edit(copied / "shards.json", lambda info: info.update(target={}))
     assert all("run the same eagle extract again" in fault for fault in _faults(copied))
     settings: dict[str, Any] = {"codec": "fp32", "dtype": "fp32", "device": "cpu", "show": False}
     extract(tiny_rows_dir, tiny_target_dir, copied, **settings)
-    assert _bytes(copied) == before
+    assert bytes_of(copied) == before
     (copied / "target.safetensors").unlink()
     found = upkeep.verify(copied, show=False)
     assert len(found["faults"]) == 1
@@ -212,12 +193,12 @@ def test_copies_pruned_differently_are_other_data(copied: Path, tmp_path: Path) 
 
 
 def test_a_folder_that_cannot_be_written_is_one_line(copied: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    before = _bytes(copied)
+    before = bytes_of(copied)
     with monkeypatch.context() as patch:
         patch.setattr(os, "access", lambda *given: False)
         with pytest.raises(UserError, match="copy: read-only; prune changes the folder"):
             prune(copied, shards=[0], show=False)
-    assert _bytes(copied) == before
+    assert bytes_of(copied) == before
 
     def refuse(*given: Any, **named: Any) -> None:
         raise PermissionError(13, "Permission denied")

@@ -109,11 +109,6 @@ def test_a_folder_that_is_not_finished_says_so(tmp_path: Path, tiny_shards_dir: 
         open_shards(tmp_path)
 
 
-@pytest.fixture
-def copied(tmp_path: Path, tiny_shards_dir: Path) -> Path:
-    return Path(shutil.copytree(tiny_shards_dir, tmp_path / "copy"))
-
-
 def test_a_missing_shard_is_named_when_it_is_met(copied: Path) -> None:
     (copied / "shard-00002.safetensors").unlink()
     shards = open_shards(copied)

@@ -18,16 +18,7 @@ from eagle_train.shards.pruning import prune
 from eagle_train.shards.reader import Shards, open_shards
 from eagle_train.targets.extract import extract
 
-
-@pytest.fixture
-def copied(tmp_path: Path, tiny_shards_dir: Path) -> Path:
-    return Path(shutil.copytree(tiny_shards_dir, tmp_path / "copy"))
-
-
-def _flip(file: Path) -> None:
-    content = bytearray(file.read_bytes())
-    content[-5] ^= 8
-    file.write_bytes(content)
+from .conftest import bytes_of, flip
 
 
 def _same_rows(one: Shards, other: Shards, rows: list[int] | None = None) -> None:
@@ -143,7 +134,7 @@ def test_rows_are_not_merged_twice(tiny_shards_dir: Path, copied: Path, tmp_path
 
 
 def test_damaged_shards_are_not_merged_or_split(copied: Path, more: Make, tmp_path: Path) -> None:
-    _flip(copied / "shard-00001.safetensors")
+    flip(copied / "shard-00001.safetensors")
     for work in (
         lambda: upkeep.merge([copied, more()], tmp_path / "out", show=False),
         lambda: upkeep.split(copied, tmp_path / "out", 2, show=False),
@@ -179,16 +170,12 @@ def test_extraction_does_not_go_on_in_merged_shards(
         extract(tiny_rows_dir, tiny_target_dir, tmp_path / "out" / "part-0", codec="fp32", show=False)
 
 
-def _bytes(folder: Path) -> dict[str, bytes]:
-    return {file.name: file.read_bytes() for file in sorted(folder.iterdir())}
-
-
 def test_pruned_shards_leave_the_others_to_train_on_and_extract_makes_them_anew(
     copied: Path, tiny_rows_dir: Path, tiny_target_dir: Path
 ) -> None:
-    before, whole = _bytes(copied), open_shards(copied)
+    before, whole = bytes_of(copied), open_shards(copied)
     row = int((whole._index["shard"] == 4).nonzero()[0, 0])
-    _flip(copied / "shard-00000.safetensors")
+    flip(copied / "shard-00000.safetensors")
     found = prune(copied, shards=[2], rows=[whole.row_ids[row]], damaged=True, show=False)
     assert found["removed"] == [f"shard-{n:05d}.safetensors" for n in (0, 2, 4)]
     with pytest.raises(UserError, match="--shard 2"):  # numbers do not move
@@ -203,7 +190,7 @@ def test_pruned_shards_leave_the_others_to_train_on_and_extract_makes_them_anew(
         tiny_rows_dir, tiny_target_dir, copied, codec="fp32", dtype="fp32", device="cpu", show=False
     )
     assert summary["shards_done_here"] == 3
-    assert _bytes(copied) == before
+    assert bytes_of(copied) == before
 
 
 def test_what_is_not_there_is_not_pruned(copied: Path) -> None:
@@ -224,7 +211,7 @@ def _run(*arguments: str | Path) -> int:
 def test_verify_names_every_fault_and_exits_with_2(copied: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert _run("verify", copied) == 0
     assert capsys.readouterr().out.splitlines()[-1] == f"{copied}: 0 faults"
-    _flip(copied / "shard-00003.safetensors")
+    flip(copied / "shard-00003.safetensors")
     (copied / "shard-00001.safetensors").unlink()
     (copied / "target.json").write_text("{")
     assert _run("verify", copied, "--json") == 2
