@@ -13,8 +13,8 @@ from safetensors.torch import load_file
 
 from eagle_train.errors import UserError
 from eagle_train.heads.disk import load_head
-from eagle_train.heads.foreign import read_foreign
 from eagle_train.heads.draft_vocab import choose_draft_ids
+from eagle_train.heads.foreign import read_foreign
 from eagle_train.recipe_files import load_recipe
 from eagle_train.shards.reader import open_shards
 from eagle_train.targets.extract import extract
