@@ -111,8 +111,8 @@ def random_model(config: Any, seed: int = 0) -> Any:
     with torch.no_grad():
         for name, weight in model.named_parameters():
             noise = torch.randn(weight.shape, generator=generator)
-            if weight.ndim == 1:  # norms start at one or, in Gemma, at zero; biases at zero
-                weight.add_(0.1 * noise)
+            if weight.ndim == 1:  # norms start at one or, in Gemma, at zero; biases at zero, a few at random
+                weight.copy_(weight.round() + 0.1 * noise)
             else:
                 is_vocabulary = "embed" in name or "lm_head" in name
                 weight.copy_((spread if is_vocabulary else 2 / weight.shape[-1] ** 0.5) * noise)

@@ -21,6 +21,9 @@ from .conftest import PROMPT
 from .models import FAMILIES, LAYERS
 from .scripted import Scripted
 
+# what fp32 may round of a position's largest value: gpt-oss makes 8e-5 of one rounding of its embeddings
+ROUNDED = {"gpt-oss": 1e-4}
+
 pytestmark = pytest.mark.parametrize("family", FAMILIES)
 
 
@@ -51,7 +54,8 @@ def test_shards_hold_the_layers_and_the_models_own_labels(trained, family):
         row = shards.read(number)
         own = own_forward(made.target, row.input_ids.tolist())
         wanted = torch.cat([own.hidden_states[k][0] for k in (2, LAYERS // 2, LAYERS - 3)], dim=-1)
-        torch.testing.assert_close(row.aux, wanted, rtol=1e-4, atol=1e-4)
+        rounded = (row.aux - wanted).abs() / wanted.abs().amax(-1, keepdim=True)
+        assert rounded.max() < ROUNDED.get(family, 1e-5)
         logits = own.logits[0, label_positions(row.spans)]
         assert torch.equal(row.label_argmax, logits.argmax(-1))
         torch.testing.assert_close(row.label_lse, logits.logsumexp(-1), rtol=1e-5, atol=1e-5)
