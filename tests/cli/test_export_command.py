@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from eagle_cli.main import main
 
+from eagle_cli.main import main
 from eagle_train.heads.config import HeadConfig
 from eagle_train.heads.disk import build_head, save_head
 

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from eagle_cli.main import main
 
+from eagle_cli.main import main
 from eagle_train.shards import upkeep
 from eagle_train.shards.schema import shard_name
 from eagle_train.targets import extract as room

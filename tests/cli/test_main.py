@@ -5,6 +5,7 @@ import sys
 
 import pytest
 import typer
+
 from eagle_cli import options
 from eagle_cli.main import app, main
 

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from eagle_cli.main import main
 
+from eagle_cli.main import main
 from eagle_train.config import Recipe
 from eagle_train.estimate import estimate
 from eagle_train.recipe_files import load_recipe

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -122,6 +123,14 @@ def byte_level() -> Callable[[str | None], Any]:
 def sentence_piece() -> Callable[[str | None], Any]:
     """Make a tokenizer of the Llama-2 kind: every text begins with a space of its own."""
     return lambda name=None: _sentence_piece(_TEXTS[name] if name else None)
+
+
+@pytest.fixture(scope="session")
+def target(tmp_path_factory: pytest.TempPathFactory, byte_level: Any) -> Path:
+    """A target's directory with nothing in it but a tokenizer, ChatML its template."""
+    folder = tmp_path_factory.mktemp("target")
+    byte_level("chatml").save_pretrained(folder)
+    return folder
 
 
 def _byte_level(template: str | None, swallowing: bool) -> Any:

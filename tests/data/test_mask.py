@@ -1,4 +1,4 @@
-"""The mask by value: the first and the last token that are supervised, for every kind of template."""
+"""Masks supervise exactly the answers and their end of turn, whatever the template does."""
 
 from __future__ import annotations
 
@@ -9,39 +9,13 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from eagle_train.data.answer_ids import say
 from eagle_train.data.conversations import read_record
 from eagle_train.data.encoding import EncoderSpec
 from eagle_train.data.mask import EncodedRow, Encoder, cut
-from eagle_train.data.records import Conversation, Skip, Turn
+from eagle_train.data.records import Skip
 from eagle_train.data.templates import load_template
 
-TWO_TURNS = [
-    ("user", "What is the capital of France?"),
-    ("assistant", "Paris is the capital."),
-    ("user", "How are you?"),
-    ("assistant", "I am fine."),
-]
-
-
-def talk(*turns: tuple[str, str]) -> Conversation:
-    found = read_record({"messages": [{"role": role, "content": text} for role, text in turns]}, "test")
-    assert isinstance(found, Conversation)
-    return found
-
-
-def encoder_of(tokenizer: Any, chat_template: str | None = None) -> Encoder:
-    return Encoder(tokenizer, load_template(tokenizer, chat_template))
-
-
-def supervised(tokenizer: Any, row: EncodedRow) -> list[str]:
-    return [tokenizer.decode(row.input_ids[first : last + 1]) for first, last in row.spans]
-
-
-def rendered(tokenizer: Any, messages: list[dict[str, str]], generation_prompt: bool) -> list[int]:
-    """What an engine feeds: the library's own rendering, tokenised without further special tokens."""
-    text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=generation_prompt)
-    return tokenizer(text, add_special_tokens=False)["input_ids"]
+from .talks import TWO_TURNS, encoder_of, rendered, supervised, talk
 
 
 @pytest.mark.parametrize(
@@ -164,69 +138,6 @@ def test_a_token_never_reaches_over_the_border(byte_level: Any) -> None:
     assert row.input_ids[first : last + 1] == [*answer, tokenizer.convert_tokens_to_ids("<|im_end|>")]
 
 
-def test_history_that_the_template_rewrites_gives_one_row_per_answer(byte_level: Any) -> None:
-    tokenizer = byte_level("qwen-thinking")
-    conversation = talk(
-        ("user", "Hi"),
-        ("assistant", "<think>\nA greeting.\n</think>\n\nHello"),
-        ("user", "How are you?"),
-        ("assistant", "<think>\nHow am I?\n</think>\n\nI am fine."),
-    )
-    rows = encoder_of(tokenizer).rows(conversation)
-    assert [supervised(tokenizer, row) for row in rows] == [
-        ["<think>\nA greeting.\n</think>\n\nHello<|im_end|>"],
-        ["<think>\nHow am I?\n</think>\n\nI am fine.<|im_end|>"],
-    ]
-    messages = conversation.messages()
-    for row, place in zip(rows, (1, 3), strict=True):
-        assert row.input_ids[: row.spans[0][0]] == rendered(tokenizer, messages[:place], True)
-    assert "A greeting." not in tokenizer.decode(rows[1].input_ids)
-
-
-def test_a_think_block_the_template_adds_is_not_supervised(byte_level: Any) -> None:
-    """Answers without a thought: the finished turn shows an empty think block that nobody wrote."""
-    tokenizer = byte_level("qwen-thinking")
-    rows = encoder_of(tokenizer).rows(talk(*TWO_TURNS))
-    assert [supervised(tokenizer, row) for row in rows] == [
-        ["Paris is the capital.<|im_end|>"],
-        ["I am fine.<|im_end|>"],
-    ]
-    for row in rows:
-        prompt = tokenizer.decode(row.input_ids[: row.spans[0][0]])
-        assert prompt.endswith("<|im_start|>assistant\n<think>\n\n</think>\n\n")
-
-
-def test_a_think_block_the_generation_prompt_supplies_is_not_supervised(byte_level: Any) -> None:
-    """Finished answers do not show the block, so each answer has the prompt that inference has."""
-    tokenizer = byte_level("supplies-no-thought")
-    conversation = talk(*TWO_TURNS)
-    rows = encoder_of(tokenizer).rows(conversation)
-    assert [supervised(tokenizer, row) for row in rows] == [
-        ["Paris is the capital.<|im_end|>"],
-        ["I am fine.<|im_end|>"],
-    ]
-    for row, place in zip(rows, (1, 3), strict=True):
-        assert row.input_ids[: row.spans[0][0]] == rendered(tokenizer, conversation.messages()[:place], True)
-
-
-def test_a_thought_goes_on_where_the_generation_prompt_opened_it(byte_level: Any) -> None:
-    tokenizer = byte_level("opens-thinking")
-    conversation = talk(("user", "Hi"), ("assistant", "<think>\nA greeting.\n</think>\n\nHello"))
-    (row,) = encoder_of(tokenizer).rows(conversation)
-    assert supervised(tokenizer, row) == ["A greeting.\n</think>\n\nHello<|im_end|>"]
-    assert tokenizer.decode(row.input_ids[: row.spans[0][0]]).endswith("assistant\n<think>\n")
-
-
-def test_a_thought_in_a_field_of_its_own_is_part_of_the_answer(byte_level: Any) -> None:
-    tokenizer = byte_level("qwen-thinking")
-    messages = [
-        {"role": "user", "content": "Hi"},
-        {"role": "assistant", "content": "Hello", "reasoning_content": "A greeting."},
-    ]
-    (row,) = encoder_of(tokenizer).rows(read_record({"messages": messages}, "test"))
-    assert supervised(tokenizer, row) == ["<think>\nA greeting.\n</think>\n\nHello<|im_end|>"]
-
-
 def test_a_template_that_closes_answers_with_no_token(byte_level: Any) -> None:
     tokenizer = byte_level("plain")
     encoder = encoder_of(tokenizer)
@@ -301,94 +212,6 @@ def test_an_answer_that_writes_the_end_of_turn_token_is_skipped(byte_level: Any)
 def test_dates_in_templates_are_fixed(byte_level: Any) -> None:
     (row,) = encoder_of(byte_level("dated")).rows(talk(*TWO_TURNS))
     assert "Today is 01 Jan 2025" in byte_level("dated").decode(row.input_ids)
-
-
-def with_ids(encoder: Encoder, ids: list[int], finished: bool, later: bool) -> Conversation:
-    turns = [Turn("user", "Hi"), Turn("assistant", "Hello there", tuple(ids), finished)]
-    if later:
-        turns += [Turn("user", "Bye"), Turn("assistant", "Bye")]
-    return Conversation("id", tuple(turns), "test", tokenizer_fingerprint=encoder.fingerprint)
-
-
-def test_answer_ids_are_used_as_they_are(byte_level: Any) -> None:
-    """Here the target wrote its text letter by letter, as the tokeniser never would."""
-    tokenizer = byte_level("chatml")
-    encoder = encoder_of(tokenizer)
-    letters = [tokenizer.convert_tokens_to_ids(letter) for letter in "HelloĠthere"]
-    end = tokenizer.convert_tokens_to_ids("<|im_end|>")
-    (row,) = encoder.rows(with_ids(encoder, [*letters, end], True, later=False))
-    ((first, last),) = row.spans
-    assert row.input_ids[first : last + 1] == [*letters, end]
-    assert tokenizer.decode(row.input_ids[last + 1 :]) == "\n"
-    # A later prompt holds the text, which has other tokens: then each answer has a row of its own.
-    one, two = encoder.rows(with_ids(encoder, [*letters, end], True, later=True))
-    assert one == row
-    conversation = with_ids(encoder, [*letters, end], True, later=True)
-    assert two.input_ids[: two.spans[0][0]] == rendered(tokenizer, conversation.messages()[:3], True)
-    assert supervised(tokenizer, two) == ["Bye<|im_end|>"]
-    # The tokens of the text itself run on.
-    usual = tokenizer("Hello there", add_special_tokens=False)["input_ids"]
-    (whole,) = encoder.rows(with_ids(encoder, [*usual, end], True, later=True))
-    assert supervised(tokenizer, whole) == ["Hello there<|im_end|>", "Bye<|im_end|>"]
-
-
-def test_an_unfinished_answer_has_no_supervised_end_of_turn(byte_level: Any) -> None:
-    tokenizer = byte_level("chatml")
-    encoder = encoder_of(tokenizer)
-    letters = tokenizer("Hello there", add_special_tokens=False)["input_ids"]
-    end = tokenizer.convert_tokens_to_ids("<|im_end|>")
-    (alone,) = encoder.rows(with_ids(encoder, letters, False, later=False))
-    assert alone.input_ids[alone.spans[0][0] :] == letters
-    (row,) = encoder.rows(with_ids(encoder, letters, False, later=True))
-    first, last = row.spans[0]
-    assert row.input_ids[first : last + 1] == letters
-    assert row.input_ids[last + 1] == end
-    assert row.spans[1][0] > last + 1
-    # The same without ids: the text alone is supervised.
-    turns = (Turn("user", "Hi"), Turn("assistant", "Hello there", None, False))
-    (text,) = encoder.rows(Conversation("id", turns, "test"))
-    assert supervised(tokenizer, text) == ["Hello there"]
-    assert text.spans[0][1] == len(text.input_ids) - 1
-
-
-def test_answer_ids_of_another_tokenizer_are_not_used(byte_level: Any) -> None:
-    tokenizer = byte_level("chatml")
-    encoder = encoder_of(tokenizer)
-    turns = (Turn("user", "Hi"), Turn("assistant", "Hello", (3, 4, 5)))
-    (row,) = encoder.rows(Conversation("id", turns, "test", tokenizer_fingerprint="another"))
-    assert supervised(tokenizer, row) == ["Hello<|im_end|>"]
-
-
-@pytest.mark.parametrize(
-    ("written", "finished", "given", "true"),
-    [
-        ("Hello there<|im_end|>", True, {"content": "Hello there"}, True),
-        (" Hello there\n<|im_end|>", True, {"content": "Hello there"}, True),
-        ("<|im_start|>Hello<|im_end|>", True, {"content": "Hello"}, True),
-        ("<|im_start|>Hello", False, {"content": "<|im_start|>Hello"}, True),
-        ("Hello there", False, {"content": "Hello"}, False),
-        ("Hello", False, {"content": "Hello there"}, False),
-        ("<think>\nHm.\n</think>\n\nHi", False, {"content": "Hi", "reasoning": "Hm."}, True),
-        ("Hm.</think>Hi", False, {"content": "Hi", "reasoning": "Ho."}, False),
-        ("Hm.</think>Hi there", False, {"content": "Hi", "reasoning": "Hm."}, False),
-        ("Yes<call>add(1)", False, {"content": "Yes", "tool_calls": [{"function": {"name": "add"}}]}, True),
-        ("Yes<call>sub(1)", False, {"content": "Yes", "tool_calls": [{"function": {"name": "add"}}]}, False),
-        ("", False, {"content": ""}, False),
-    ],
-)
-def test_ids_say_what_the_answer_says(
-    byte_level: Any, written: str, finished: bool, given: dict[str, Any], true: bool
-) -> None:
-    tokenizer = byte_level("chatml")
-    ids = tokenizer(written, add_special_tokens=False)["input_ids"]
-    assert say(tokenizer, ids, finished, **given) is true
-
-
-def test_a_letter_cut_in_its_middle_is_no_difference(byte_level: Any) -> None:
-    tokenizer = byte_level("chatml")
-    ids = tokenizer("Hi \N{SLIGHTLY SMILING FACE}", add_special_tokens=False)["input_ids"][:-1]
-    assert say(tokenizer, ids, False, "Hi")
-    assert say(tokenizer, ids, False, "Hi \ufffd")
 
 
 def test_cut_is_on_the_right_in_tokens() -> None:

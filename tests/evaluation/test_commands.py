@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from eagle_cli.main import main
 
+from eagle_cli.main import main
 from eagle_train.evaluation import comparison
 from eagle_train.heads.config import HeadConfig
 from eagle_train.heads.disk import build_head, save_head

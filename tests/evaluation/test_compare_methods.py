@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from eagle_cli.main import main
 
+from eagle_cli.main import main
 from eagle_train.decoding import loop
 from eagle_train.decoding.law import TargetLaw
 from eagle_train.decoding.lookahead import Lookahead

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from eagle_cli.main import main
 
+from eagle_cli.main import main
 from eagle_train.decoding.shapes import Chain, Static, read_shape
 from eagle_train.errors import UserError
 from eagle_train.evaluation.machine import OUTPUTS, ROWS, SIZES, Machine, measure

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from eagle_cli.main import main
 
+from eagle_cli.main import main
 from eagle_train.evaluation import comparison
 from eagle_train.evaluation.assurance import explained
 from eagle_train.evaluation.comparison import first_difference

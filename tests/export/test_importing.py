@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from eagle_cli.main import main
 from safetensors.torch import load_file, save_file
 
+from eagle_cli.main import main
 from eagle_train.errors import UserError
 from eagle_train.evaluation.heads import find_head, open_head
 from eagle_train.export.export import export

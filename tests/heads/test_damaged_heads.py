@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from eagle_cli.main import main
 
+from eagle_cli.main import main
 from eagle_train.errors import UserError
 from eagle_train.heads.disk import load_head, save_head
 from eagle_train.heads.foreign import read_foreign

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import typer
+
 from eagle_cli import main as main_module
 
 _README = (Path(__file__).resolve().parents[2] / "README.md").read_text()

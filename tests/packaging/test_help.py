@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import typer
+
 from eagle_cli import main as main_module
 
 _ROOT = Path(__file__).resolve().parents[2]

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from eagle_cli.main import main
 
+from eagle_cli.main import main
 from eagle_train import distributed
 from eagle_train.data.prepare import prepare
 from eagle_train.data.rows import open_rows

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from eagle_cli.main import main
 from tokenizers import Tokenizer
 
+from eagle_cli.main import main
 from eagle_train.errors import UserError
 from eagle_train.regenerate import server as module
 from eagle_train.regenerate.answers import AnswerSettings

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from eagle_cli.main import main
 
+from eagle_cli.main import main
 from eagle_train.errors import UserError
 from eagle_train.shards import manifest, pruning, upkeep
 from eagle_train.shards.pruning import prune

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from eagle_cli.main import main
 
+from eagle_cli.main import main
 from eagle_train.errors import UserError
 from eagle_train.shards import upkeep
 from eagle_train.shards.pruning import prune

@@ -1,0 +1,17 @@
+"""A small extraction to run again, and what it leaves on disk."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+Run = Callable[..., dict[str, Any]]
+
+
+def bytes_of(folder: Path) -> dict[str, bytes]:
+    return {file.name: file.read_bytes() for file in sorted(folder.iterdir())}
+
+
+def shards_in(folder: Path) -> list[str]:
+    return sorted(file.name for file in folder.glob("shard-*.safetensors"))
