@@ -15,6 +15,8 @@ from eagle_train.decoding.sampling import Sampling
 from eagle_train.errors import UserError
 from eagle_train.targets.load import Target, load_target
 
+from .toys import spied
+
 PROMPT = [5, 17, 250, 33, 8, 121, 64, 5, 17, 250]
 REPEATING = [9, 8, 7, 6] * 4
 
@@ -46,18 +48,6 @@ def drafters(target: Target, shallow: Target, sampling: Sampling | None = None) 
 
 
 NAMES = ("prompt-lookup", "lookahead", "lookahead of two", "draft-model")
-
-
-def spied(drafter) -> list:
-    """Collect the trees that a drafter proposes from now on."""
-    seen, propose = [], drafter.propose
-
-    def spy():
-        seen.append(propose())
-        return seen[-1]
-
-    drafter.propose = spy
-    return seen
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -13,6 +13,8 @@ from eagle_train.heads.config import HeadConfig
 from eagle_train.heads.disk import build_head
 from eagle_train.targets.load import Target
 
+from .toys import spied
+
 VOCAB, PROMPT, LENGTH = 6, [1, 4, 2], 3
 PENALTY = 1.4
 SHAPES: dict[str, Shape] = {
@@ -61,23 +63,12 @@ def test_a_chain_that_stops_makes_fewer_guesses_where_it_is_unsure(toy):
     for stop in (0.0, 0.35, 0.99):
         for sampling in (Sampling(), Sampling(1.0)):
             drafter = toy_drafter(toy, Chain(4, stop), sampling, 6)
-            seen = spy_on_proposals(drafter)
+            seen = spied(drafter)
             generate(toy, drafter, PROMPT, Settings(max_new_tokens=40, sampling=sampling, eos_ids=()))
             lengths.setdefault(stop, []).extend(len(tree) - 1 for tree in seen)
     assert set(lengths[0.0]) == {4}
     assert set(lengths[0.99]) == {0}
     assert min(lengths[0.35]) < max(lengths[0.35])
-
-
-def spy_on_proposals(drafter: HeadDrafter) -> list:
-    seen, propose = [], drafter.propose
-
-    def spy():
-        seen.append(propose())
-        return seen[-1]
-
-    drafter.propose = spy
-    return seen
 
 
 def test_a_top_p_near_0_gives_the_greedy_text(toy):

@@ -126,3 +126,15 @@ def sampled_siblings(q_laws: Laws, widths: tuple[int, ...]):
         return Tree(tuple(tokens), tuple(parents), (*q, *[None] * (len(tokens) - len(q))))
 
     return draft
+
+
+def spied(drafter) -> list:
+    """Collect the trees that a drafter proposes from now on."""
+    seen, propose = [], drafter.propose
+
+    def spy():
+        seen.append(propose())
+        return seen[-1]
+
+    drafter.propose = spy
+    return seen

@@ -10,7 +10,7 @@ import torch
 
 WINDOW = 12  # of every family that has one; prompts in these tests are longer
 LAYERS = 8
-_SIZES: dict[str, Any] = {
+SIZES: dict[str, Any] = {
     "vocab_size": 300,
     "hidden_size": 32,
     "intermediate_size": 48,
@@ -97,7 +97,7 @@ def family_config(family: str, **settings: Any) -> Any:
     import transformers
 
     name, own = FAMILIES[family]
-    return getattr(transformers, name)(**{**_SIZES, **own, **settings})
+    return getattr(transformers, name)(**{**SIZES, **own, **settings})
 
 
 def random_model(config: Any, seed: int = 0) -> Any:

@@ -24,7 +24,7 @@ from eagle_train.targets.load import Target, load_target
 from eagle_train.targets.survey import survey
 
 from .conftest import PROMPT
-from .models import LAYERS, family_config, random_model, save_target
+from .models import LAYERS, SIZES, family_config, random_model, save_target
 from .scripted import Scripted
 
 _EXPERTS = {"num_local_experts": 4, "intermediate_size_mlp": 48}
@@ -34,17 +34,7 @@ _MPT = {"d_model": 32, "n_heads": 4, "n_layers": 8}
 def other_config(name: str, **settings):
     import transformers
 
-    sizes = {
-        "vocab_size": 300,
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": LAYERS,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "eos_token_id": 2,
-        "pad_token_id": 2,
-        "dtype": "float32",
-    }
+    sizes = {key: SIZES[key] for key in SIZES if key not in ("max_position_embeddings", "bos_token_id")}
     return getattr(transformers, name)(**{**sizes, **settings})
 
 

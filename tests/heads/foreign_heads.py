@@ -88,6 +88,12 @@ def write(folder: Path, config: dict[str, Any], tensors: dict[str, torch.Tensor]
     return folder
 
 
+def eagle3_config(top: list[int] | None, nested: list[int] | None) -> dict[str, Any]:
+    """An EAGLE-3 config whose layer ids stand at the top level, in eagle_config, in both or in none."""
+    ids = "eagle_aux_hidden_state_layer_ids"
+    return {**EAGLE3, **({ids: top} if top else {}), **({"eagle_config": {ids: nested}} if nested else {})}
+
+
 class Forward:
     """A Llama draft layer written out from the tensors alone; what a config may say is told by arguments."""
 

@@ -25,6 +25,7 @@ from .foreign_heads import (
     V,
     assert_same,
     eagle1_tensors,
+    eagle3_config,
     eagle3_tensors,
     write,
 )
@@ -60,12 +61,7 @@ def test_a_pickle_is_read_weights_only_and_on_request(tmp_path):
     ],
 )
 def test_layer_ids_with_two_readings_are_asked_for(top, nested, depth, words, tmp_path):
-    config = dict(EAGLE3)
-    if top:
-        config["eagle_aux_hidden_state_layer_ids"] = top
-    if nested:
-        config["eagle_config"] = {"eagle_aux_hidden_state_layer_ids": nested}
-    folder = write(tmp_path / "head", config, eagle3_tensors("midlayer"))
+    folder = write(tmp_path / "head", eagle3_config(top, nested), eagle3_tensors("midlayer"))
     with pytest.raises(UserError, match=words):
         read_foreign(folder, num_target_layers=depth)
     told = Told(layer_ids=(4, 8, 11))

@@ -7,7 +7,7 @@ import pytest
 from eagle_train.heads.foreign import read_foreign
 from eagle_train.heads.foreign_config import Told
 
-from .foreign_heads import EAGLE3, USUAL, Forward, N, assert_same, eagle3_tensors, write
+from .foreign_heads import EAGLE3, USUAL, Forward, N, assert_same, eagle3_config, eagle3_tensors, write
 
 
 @pytest.mark.parametrize(
@@ -22,12 +22,7 @@ from .foreign_heads import EAGLE3, USUAL, Forward, N, assert_same, eagle3_tensor
     ],
 )
 def test_layer_ids_are_resolved_where_only_one_reading_fits(top, nested, depth, layers, tmp_path):
-    config = dict(EAGLE3)
-    if top:
-        config["eagle_aux_hidden_state_layer_ids"] = top
-    if nested:
-        config["eagle_config"] = {"eagle_aux_hidden_state_layer_ids": nested}
-    folder = write(tmp_path / "head", config, eagle3_tensors("midlayer"))
+    folder = write(tmp_path / "head", eagle3_config(top, nested), eagle3_tensors("midlayer"))
     assert read_foreign(folder, num_target_layers=depth).head.config.feature_layers == layers
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -40,3 +42,14 @@ def command(data: Path, target: Path | str, out: Path, *more: str) -> list[str]:
     """The command line of a process of its own; from its fourth word on it is that of ``eagle``."""
     named = (str(data), "--target", str(target), "--out", str(out))
     return [sys.executable, "-m", "eagle_cli.main", "regenerate", *named, *more]
+
+
+def kill_after(answers: int, command: list[str], part: Path) -> None:
+    """Run a real process, and kill it without a word once `part` holds more than so many lines."""
+    child = subprocess.Popen(command, stderr=subprocess.DEVNULL)
+    deadline = time.monotonic() + 120
+    while not (part.exists() and part.read_bytes().count(b"\n") > answers) and time.monotonic() < deadline:
+        assert child.poll() is None
+        time.sleep(0.002)
+    child.kill()
+    child.wait()

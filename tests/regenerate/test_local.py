@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import gzip
 import json
-import signal
-import subprocess
-import time
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +21,7 @@ from eagle_train.regenerate.regenerate import regenerate
 from eagle_train.regenerate.work import folder_of
 from eagle_train.targets.load import Target
 
-from .asking import STOPS, chats, command, read, write
+from .asking import STOPS, chats, command, kill_after, read, write
 
 SETTINGS = AnswerSettings(max_new_tokens=24)
 HOW = ("--max-tokens", "24", "--dtype", "fp32", "--device", "cpu", "--batch", "4")  # as `make` does
@@ -275,14 +272,8 @@ def test_killed_at_any_moment_and_given_again(
     """A real process, killed without a word once it has written some answers."""
     data = write(tmp_path / "a.jsonl", chats())
     out = tmp_path / "out.jsonl"
-    child = subprocess.Popen(command(data, ending_target_dir, out, *HOW), stderr=subprocess.DEVNULL)
     part = folder_of(out) / "part-00000.jsonl"
-    deadline = time.monotonic() + 120
-    while not (part.exists() and part.read_bytes().count(b"\n") > 3) and time.monotonic() < deadline:
-        assert child.poll() is None
-        time.sleep(0.002)
-    child.send_signal(signal.SIGKILL)
-    child.wait()
+    kill_after(3, command(data, ending_target_dir, out, *HOW), part)
     assert not out.exists()
     make(data, ending_target_dir, out)
     assert shown(out) == expected

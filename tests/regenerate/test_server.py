@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import signal
-import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -20,7 +18,7 @@ from eagle_train.regenerate.regenerate import regenerate
 from eagle_train.regenerate.server import Server
 from eagle_train.regenerate.work import folder_of
 
-from .asking import chats, command, read, write
+from .asking import chats, command, kill_after, read, write
 from .chat_server import ODD, reply, token_ids
 
 Start = Callable[..., tuple[str, Path]]
@@ -327,14 +325,8 @@ def test_killed_and_given_again(tmp_path: Path, start_server: Start) -> None:
     url, log = start_server("--delay", "0.02")
     data = write(tmp_path / "a.jsonl", chats(60))
     out = tmp_path / "out.jsonl"
-    child = subprocess.Popen(command(data, NO_MODEL, out, "--server", url, *HOW), stderr=subprocess.DEVNULL)
     part = folder_of(out) / "part-00000.jsonl"
-    deadline = time.monotonic() + 120
-    while not (part.exists() and part.read_bytes().count(b"\n") > 10) and time.monotonic() < deadline:
-        assert child.poll() is None
-        time.sleep(0.01)
-    child.send_signal(signal.SIGKILL)
-    child.wait()
+    kill_after(10, command(data, NO_MODEL, out, "--server", url, *HOW), part)
     assert not out.exists()
     had, before = part.read_bytes().count(b"\n"), len(read(log))
     report = make(data, NO_MODEL, out, Server(url, in_flight=4))
