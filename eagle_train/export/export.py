@@ -18,7 +18,7 @@ from eagle_train.export.refusals import refusals
 from eagle_train.export.source import Source, TargetFacts, find_source
 from eagle_train.export.verify import REFERENCE_FOLDER, verify, write_reference
 from eagle_train.heads.config import HeadConfig
-from eagle_train.heads.disk import CONFIG, WEIGHTS, Head, check_finite, head_tensors
+from eagle_train.heads.disk import CONFIG, WEIGHTS, Head, head_tensors
 from eagle_train.heads.foreign import read_any
 from eagle_train.io import replacing_folder, save_tensors, sha256_file, write_json, write_text
 from eagle_train.provenance import tool_version
@@ -56,7 +56,6 @@ def export(
     found = find_source(source)
     check_free(final, _MADE_BY, _FILES, [found.folder, found.run or found.folder], overwrite)
     head = read_any(found.folder, num_target_layers=found.target(target or "").num_layers)
-    check_finite(dict(head.named_parameters()), str(found.folder))
     named = target or head.config.target
     facts = found.target(named)
     public = named if target or not _is_path(named) else Path(named).name

@@ -65,8 +65,8 @@ def load_config(folder: str | os.PathLike[str]) -> HeadConfig:
 def load_head(folder: str | os.PathLike[str]) -> Head:
     """Read a head as it was stored (its dtype too).
 
-    Strict: UserError names every tensor that is missing, unexpected or misshapen, because engines
-    load such files without a word and serve at an acceptance length of 1.
+    Strict: UserError names every tensor that is missing, unexpected or misshapen, or holds NaN or
+    infinity, because engines load such files without a word and serve at an acceptance length of 1.
     """
     path = Path(folder) / WEIGHTS
     return head_of_tensors(load_config(folder), load_tensors(path)[0], str(path))
@@ -78,6 +78,7 @@ def head_of_tensors(config: HeadConfig, stored: dict[str, Tensor], where: str) -
     with torch.device("meta"):
         head = build_head(config, draft_ids if draft_ids is None else draft_ids.to("meta"))
     _check(stored, dict(head.named_parameters()), where)
+    check_finite(stored, where)
     head = build_head(config, draft_ids)
     head.to(next(iter(stored.values())).dtype if stored else None)
     head.load_state_dict(stored, strict=False)

@@ -213,7 +213,7 @@ def test_weights_that_are_no_numbers_are_neither_imported_nor_exported(head_dir,
     theirs, told = _as_spec_forge(source, tmp_path / "theirs"), Told(layer_ids=(2, 4, 5))
     with pytest.raises(UserError, match=r"theirs: norm\.weight holds NaN or infinity"):
         import_head(theirs, tmp_path / "ours", told=told)
-    with pytest.raises(UserError, match=r"head: norm\.weight holds NaN or infinity"):
+    with pytest.raises(UserError, match=r"model\.safetensors: norm\.weight holds NaN or infinity"):
         export(source, tmp_path / "served", engine="vllm", target=_target(tmp_path / "target"))
     assert not (tmp_path / "ours").exists()
     assert not (tmp_path / "served").exists()

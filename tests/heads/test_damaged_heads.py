@@ -15,8 +15,7 @@ from eagle_train.heads.disk import load_head, save_head
 from eagle_train.heads.foreign import read_foreign
 from eagle_train.heads.foreign_config import Told
 
-from .small import small_head
-from .test_foreign import (
+from .foreign_heads import (
     EAGLE1,
     EAGLE3,
     SPEC_FORGE,
@@ -28,6 +27,7 @@ from .test_foreign import (
     eagle3_tensors,
     write,
 )
+from .small import small_head
 
 LLAMA3 = {
     "rope_type": "llama3",
@@ -191,6 +191,12 @@ def test_weights_that_are_no_numbers_are_named(odd, tmp_path):
     tensors["midlayer.mlp.up_proj.weight"][0, 0] = odd
     with pytest.raises(UserError, match=r"head: midlayer\.mlp\.up_proj\.weight holds NaN or infinity"):
         read_foreign(write(tmp_path / "head", EAGLE3, tensors))
+    own = small_head("eagle3")
+    with torch.no_grad():
+        own.norm.weight[0] = odd
+    save_head(own, tmp_path / "own")
+    with pytest.raises(UserError, match=r"model\.safetensors: norm\.weight holds NaN or infinity"):
+        load_head(tmp_path / "own")
 
 
 @pytest.mark.parametrize(
