@@ -21,14 +21,6 @@ from eagle_train.io import load_tensors, read_json, save_tensors, write_json
 from eagle_train.shards.schema import mend
 
 TENSORS = "target.safetensors"
-
-
-def target_bytes(folder: Path) -> int:
-    """Return the size of the target's embedding and lm_head in a shard directory, 0 where not yet there."""
-    file = folder / TENSORS
-    return file.stat().st_size if file.is_file() else 0
-
-
 RECORD = "target.json"
 FORMAT_VERSION = 1
 _FIELDS: dict[str, tuple[type, ...]] = {
@@ -168,3 +160,9 @@ def _tensors(folder: Path) -> dict[str, Tensor]:
         return load_tensors(folder / TENSORS)[0]
     except UserError as error:
         raise UserError(f"{error}; {mend(folder)}") from error
+
+
+def target_bytes(folder: Path) -> int:
+    """Return the size of the target's embedding and lm_head in a shard directory, 0 where not yet there."""
+    file = folder / TENSORS
+    return file.stat().st_size if file.is_file() else 0
