@@ -12,6 +12,7 @@ import glob
 import hashlib
 import json
 import os
+import re
 import secrets
 import shutil
 from collections.abc import Iterator, Mapping
@@ -38,6 +39,7 @@ _ADVICE = {
 
 
 _BEFORE = "before"
+_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 _HIDDEN = ((errno.ENOSPC, "No space left"), (errno.EDQUOT, "quota"), (errno.EFBIG, "File too large"))
 
 
@@ -154,7 +156,7 @@ def create_text(path: str | os.PathLike[str], content: str) -> bool:
     temporary = _temporary(final)
     try:
         with open(temporary, "xb") as handle:
-            handle.write(content.encode("utf-8"))
+            handle.write(_encoded(path, content))
             handle.flush()
             os.fsync(handle.fileno())
         link(temporary, final)
@@ -206,8 +208,20 @@ def write_bytes(path: str | os.PathLike[str], content: bytes) -> None:
 
 
 def write_text(path: str | os.PathLike[str], content: str) -> None:
-    """Write `content` to `path` as UTF-8, whole or not at all."""
-    write_bytes(path, content.encode("utf-8"))
+    """Write `content` to `path` as UTF-8, whole or not at all. Raises UserError for half a character."""
+    write_bytes(path, _encoded(path, content))
+
+
+def _encoded(path: str | os.PathLike[str], content: str) -> bytes:
+    try:
+        return content.encode("utf-8")
+    except UnicodeEncodeError as error:
+        half = error.object[error.start : error.start + 1]
+        around = error.object[max(0, error.start - 20) : error.start]
+        raise UserError(
+            f"{os.fspath(path)}: half a character, {half!r} after {around!r}, cannot be written; correct the "
+            "name or setting that it comes from"
+        ) from error
 
 
 def write_json(path: str | os.PathLike[str], value: Any) -> None:
@@ -218,17 +232,24 @@ def write_json(path: str | os.PathLike[str], value: Any) -> None:
 def read_json(path: str | os.PathLike[str], missing: str) -> dict[str, Any]:
     """Read one JSON object. `missing` says what to do when the file is not there.
 
-    Raises UserError for a missing, unreadable or damaged file.
+    Raises UserError for a missing, unreadable or damaged file, or one with half a character in it.
     """
     file = Path(path)
     try:
-        value = json.loads(file.read_text(encoding="utf-8"))
+        text = file.read_text(encoding="utf-8")
+        value = json.loads(text)
+        if _SURROGATE.search(text):  # two of them may be one character
+            json.dumps(value, ensure_ascii=False).encode()
     except FileNotFoundError as error:
         raise UserError(f"{file}: not found; {missing}") from error
     except OSError as error:
         raise os_error(file, error) from error
     except RecursionError as error:
         raise UserError(f"{file}: JSON nested too deeply to be read; {missing}") from error
+    except UnicodeEncodeError as error:
+        raise UserError(
+            f"{file}: holds half a character ({error.object[error.start]!r}); {missing}"
+        ) from error
     except ValueError as error:
         raise UserError(f"{file}: not valid JSON ({error}); {missing}") from error
     if not isinstance(value, dict):

@@ -40,6 +40,12 @@ def _one_thread(request: pytest.FixtureRequest) -> Iterator[None]:
     torch.set_num_threads(before)
 
 
+@pytest.fixture
+def no_hub(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The hub is not asked, as with HF_HUB_OFFLINE=1."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+
+
 def save_tiny_target(folder: Path, *, seed: int = 0, num_layers: int = 8, tied: bool = True) -> Path:
     """Save a random Llama (hidden 32, vocabulary 300) with its tokenizer, as fp32 safetensors."""
     import torch

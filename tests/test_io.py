@@ -22,6 +22,7 @@ from eagle_train.io import (
     sha256_json,
     sweep,
     write_json,
+    write_text,
 )
 
 
@@ -82,6 +83,22 @@ def test_damaged_files_are_named(tmp_path):
         read_json(tmp_path / "list.json", "x")
     with pytest.raises(UserError, match=r"none\.json: not found; make it"):
         read_json(tmp_path / "none.json", "make it")
+
+
+def test_half_a_character_is_one_line_whether_read_or_written(tmp_path):
+    file = tmp_path / "a.json"
+    file.write_text(r'{"name": "\ud83d\ude00", "path": "C:\\udata"}')
+    assert read_json(file, "x") == {"name": "\U0001f600", "path": r"C:\udata"}
+    for text in (r'{"name": "\ud83d"}', r'{"\uDE00": 1}'):
+        file.write_text(text)
+        with pytest.raises(
+            UserError, match=r"a\.json: holds half a character \('.ud[8e].*'\); make it again$"
+        ):
+            read_json(file, "make it again")
+    for write in (write_text, create_text):
+        with pytest.raises(UserError, match=r"new: half a character, '.+udce4' after 'a na', cannot be"):
+            write(tmp_path / "new", "a na\udce4ve name")
+    assert list(tmp_path.iterdir()) == [file]
 
 
 def test_user_error_is_one_line_and_nearest_names_help():

@@ -13,7 +13,7 @@ from eagle_train.data.mask import Encoder
 from eagle_train.data.reading import Tally, read_sources
 from eagle_train.data.records import Skipped, TokenRow
 from eagle_train.data.rows import FORMAT_VERSION, RowsWritten, read_rows_info, write_dataset
-from eagle_train.data.sources import Source, find_sources
+from eagle_train.data.sources import Source, find_sources, refuse_missing
 from eagle_train.data.templates import Arguments, ChatTemplate, load_template
 from eagle_train.data.tokenizer import load_tokenizer
 from eagle_train.distributed import num_cores, world_size
@@ -57,6 +57,7 @@ def prepare(
     if max_length < 2:
         raise UserError(f"--max-length {max_length}: wanted 2 or more tokens")
     folder = Path(out)
+    refuse_missing(sources)
     tokenizer = load_tokenizer(target, trust_remote_code)
     inputs = find_sources(sources)
     _refuse_lost_weights(inputs, drop_duplicates)

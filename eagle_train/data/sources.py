@@ -12,6 +12,7 @@ from io import BufferedReader
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
+from eagle_train import hub
 from eagle_train.data.conversations import RECORD_FIELDS
 from eagle_train.data.json_stream import Damaged, read_lines, read_values
 from eagle_train.errors import UserError
@@ -83,37 +84,70 @@ def find_sources(data: list[str]) -> list[Source]:
     return [source for name in data for source in _weighted(name)]
 
 
+def refuse_missing(data: list[str]) -> None:
+    """Raise UserError for what `find_sources` would not find here; nothing is read, no hub is asked."""
+    for name in data:
+        _files(_split_weight(name)[0])
+
+
 def _weighted(name: str) -> list[Source]:
-    named, sign, text = name.rpartition("=")
-    if not sign or Path(name).expanduser().exists():
-        return _named(name)
-    try:
-        weight = float(text)
-    except ValueError:
-        return _named(name)
-    if not 0 < weight <= _LARGEST_WEIGHT:
-        raise UserError(f"{name}: weight {text}, wanted more than 0 and at most {_LARGEST_WEIGHT}")
+    named, weight = _split_weight(name)
     weighed = {} if weight == 1 else {"weight": weight}
     return [
         replace(source, weight=weight, identity={**source.identity, **weighed}) for source in _named(named)
     ]
 
 
+def _split_weight(name: str) -> tuple[str, float]:
+    named, sign, text = name.rpartition("=")
+    if not sign or Path(name).expanduser().exists():
+        return name, 1.0
+    try:
+        weight = float(text)
+    except ValueError:
+        return name, 1.0
+    if not 0 < weight <= _LARGEST_WEIGHT:
+        raise UserError(f"{name}: weight {text}, wanted more than 0 and at most {_LARGEST_WEIGHT}")
+    return named, weight
+
+
 def _named(name: str) -> list[Source]:
+    path = Path(name).expanduser()
+    if _is_saved_dataset(path):
+        return [_saved_dataset(path)]
+    files = _files(name)
+    return [_hub_dataset(name)] if files is None else [_file(file) for file in files]
+
+
+def _files(name: str) -> list[Path] | None:
+    """Return the files that `name` stands for, none for a saved dataset, None for a dataset on the hub."""
     if not name.strip():
         raise UserError("DATA: got an empty name, wanted a file, folder, glob or hub dataset")
     path = Path(name).expanduser()
+    if _is_saved_dataset(path):
+        return []
     if path.is_dir():
-        return _folder(path)
+        files = sorted(file for file in path.rglob("*") if file.is_file() and _form(file))
+        if not files:
+            raise UserError(f"{path}: no data files in this folder; wanted {', '.join(FILE_FORMS)}")
+        return files
     if path.exists():
-        return [_file(path)]
+        if _form(path) is None:
+            raise UserError(f"{path}: unknown file form '{path.suffix}'; wanted {', '.join(FILE_FORMS)}")
+        return [path]
     if any(sign in name for sign in "*?["):
         found = sorted(Path(hit) for hit in glob.glob(str(path), recursive=True))
-        files = [hit for hit in found if hit.is_file() and _form(hit)]
-        if not files:
-            raise UserError(f"{name}: no file of this pattern; wanted {', '.join(FILE_FORMS)}")
-        return [_file(hit) for hit in files]
-    return [_hub_dataset(name)]
+        if files := [hit for hit in found if hit.is_file() and _form(hit)]:
+            return files
+        raise UserError(f"{name}: no file of this pattern; wanted {', '.join(FILE_FORMS)}")
+    identity = name.partition(":")[0]
+    if _form(Path(name)) or name.startswith((".", "/", "~")) or identity.count("/") != 1:
+        raise UserError(f"{name}: no such file or folder")
+    return None
+
+
+def _is_saved_dataset(path: Path) -> bool:
+    return (path / "state.json").exists() or (path / "dataset_dict.json").exists()
 
 
 def _form(path: Path) -> str | None:
@@ -121,23 +155,12 @@ def _form(path: Path) -> str | None:
 
 
 def _file(path: Path) -> Source:
-    if _form(path) is None:
-        raise UserError(f"{path}: unknown file form '{path.suffix}'; wanted {', '.join(FILE_FORMS)}")
     try:
         size, digest = path.stat().st_size, sha256_file(path)
     except OSError as error:
         raise os_error(path, error) from error
     name = os.fsencode(path.name).decode("utf-8", "replace")  # some names are no text
     return Source(name, size, {"name": name, "sha256": digest}, _path=path)
-
-
-def _folder(path: Path) -> list[Source]:
-    if (path / "state.json").exists() or (path / "dataset_dict.json").exists():
-        return [_saved_dataset(path)]
-    files = sorted(file for file in path.rglob("*") if file.is_file() and _form(file))
-    if not files:
-        raise UserError(f"{path}: no data files in this folder; wanted {', '.join(FILE_FORMS)}")
-    return [_file(file) for file in files]
 
 
 def _saved_dataset(path: Path) -> Source:
@@ -156,18 +179,17 @@ def _saved_dataset(path: Path) -> Source:
 
 def _hub_dataset(name: str) -> Source:
     identity, _, split = name.partition(":")
-    if _form(Path(name)) or name.startswith((".", "/", "~")) or identity.count("/") != 1:
-        raise UserError(f"{name}: no such file or folder")
     import datasets
 
-    try:
-        loaded = datasets.load_dataset(identity)
-    except Exception as error:  # the hub client, the loaders and the network each raise their own kinds
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise UserError(
-            f"{name}: no such file or folder, and as a hub dataset it cannot be loaded ({reason}); check the "
-            "name, or the network and HF_HUB_OFFLINE"
-        ) from error
+    with hub.asked_once(identity) as silent:
+        try:
+            loaded = datasets.load_dataset(identity)
+        except Exception as error:  # the hub client, the loaders and the network each raise their own kinds
+            reason = silent or (str(error).strip() or type(error).__name__).splitlines()[0]
+            raise UserError(
+                f"{name}: no such file or folder, and as a hub dataset it cannot be loaded ({reason}); check "
+                "the name, or the network and HF_HUB_OFFLINE"
+            ) from error
     return _from_dataset(identity, _one_split(loaded, identity, split or None))
 
 

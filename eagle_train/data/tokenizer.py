@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from eagle_train import hub
 from eagle_train.data.gguf_file import gguf_source
 from eagle_train.errors import UserError
 
@@ -26,17 +27,18 @@ def load_tokenizer(target: str, trust_remote_code: bool = False) -> Any:
         raise UserError(f"{target}: no such directory; give a hub id, a directory or a .gguf file")
     elif path.is_file():
         raise UserError(f"{target}: is a file; give a hub id, a directory or a .gguf file")
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(name, **arguments)
-        if len(tokenizer.get_vocab()) <= len(tokenizer.added_tokens_decoder):  # made up from nothing
-            raise ValueError("its files hold no vocabulary")
-        return tokenizer
-    except (OSError, ValueError, ImportError, KeyError, AttributeError, TypeError) as error:
-        reason = str(error).strip().splitlines()
-        raise UserError(
-            f"{target}: no tokenizer could be loaded ({reason[0] if reason else type(error).__name__}); "
-            "give a hub id, a directory with tokenizer files, or a .gguf file"
-        ) from error
+    with hub.asked_once(name) as silent:
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(name, **arguments)
+            if len(tokenizer.get_vocab()) <= len(tokenizer.added_tokens_decoder):  # made up from nothing
+                raise ValueError("its files hold no vocabulary")
+            return tokenizer
+        except (OSError, ValueError, ImportError, KeyError, AttributeError, TypeError) as error:
+            reason = silent or (str(error).strip() or type(error).__name__).splitlines()[0]
+            raise UserError(
+                f"{target}: no tokenizer could be loaded ({reason}); give a hub id, a directory with "
+                "tokenizer files, or a .gguf file"
+            ) from error
 
 
 def _looks_like_path(target: str) -> bool:

@@ -35,9 +35,12 @@ class Comparison:
         self.differences: list[list[dict[str, Any]]] = [[] for _ in entries]
         self._answered = 0
 
-    def answer(self, prompt: list[int], name: str, turn: int, category: str) -> Generation:
-        """Answer one prompt with every method; return plain decoding's answer."""
+    def answer(
+        self, prompt: list[int], name: str, turn: int, category: str, limit: int | None = None
+    ) -> Generation:
+        """Answer one prompt with every method, in at most `limit` tokens; return plain decoding's answer."""
         settings = replace(self.settings, seed=self.settings.seed + self._answered)
+        settings = replace(settings, max_new_tokens=limit or settings.max_new_tokens)
         if not self._answered:
             self._warm_up(prompt)
         methods: list[Drafter | None] = [None, *self._drafters]
@@ -80,7 +83,7 @@ class Comparison:
         return hear
 
     def _warm_up(self, prompt: list[int]) -> None:
-        short = replace(self.settings, max_new_tokens=_WARM_UP_TOKENS)
+        short = replace(self.settings, max_new_tokens=min(_WARM_UP_TOKENS, self.settings.max_new_tokens))
         hears = self._ticker("warming up")
         plain(self.target, prompt, short, hears)
         for drafter in self._drafters:

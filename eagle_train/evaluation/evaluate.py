@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -70,19 +72,34 @@ def evaluate(
     settings = Settings(max_new_tokens=max_new_tokens, sampling=sampling, seed=seed, block=block)
     _check_lengths(target, questions, max_new_tokens, chat_template)
     turns = sum(len(question.turns[:max_turns]) for question in questions)
+    longest, left_out, cut_short = checkpoint.longest_text(target.config) or sys.maxsize, 0, 0
     with progress("eval", turns, "prompts", show) as bar:
         run = Comparison(target, entries, settings, bar)
         for question, conversation in conversations(target.tokenizer, list(questions), chat_template):
-            for turn in range(len(question.turns[:max_turns])):
-                made = run.answer(conversation.ask(turn), f"question {question.id}", turn, question.category)
+            asked = question.turns[:max_turns]
+            for turn in range(len(asked)):
+                prompt = conversation.ask(turn)
+                limit = min(max_new_tokens, longest - len(prompt))
+                if limit < 1:  # its history alone fills the target's positions
+                    left_out += len(asked) - turn
+                    break
+                cut_short += limit < max_new_tokens
+                made = run.answer(prompt, f"question {question.id}", turn, question.category, limit)
                 conversation.answer(made.ids)
+    if left_out or cut_short:
+        warnings.warn(
+            f"of {turns} turns {left_out} left out and {cut_short} given fewer new tokens: with their "
+            f"history they would pass the target's last position, {longest:,}"
+        )
     results = run.results()
     return {
         "target": target.name,
         "head": entries[0].source if head is not None else None,
         "kind": entries[0].kind if head is not None else None,
         "questions": len(questions),
-        "prompts": turns,
+        "prompts": turns - left_out,
+        "turns_left_out": left_out,
+        "turns_cut_short": cut_short,
         "max_new_tokens": max_new_tokens,
         "temperature": sampling.temperature,
         "top_k": sampling.top_k,

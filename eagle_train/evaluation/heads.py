@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from pathlib import Path
 
+from eagle_train import hub
 from eagle_train.errors import UserError
 from eagle_train.heads.disk import CONFIG, WEIGHTS, Head
 from eagle_train.heads.foreign import read_any
@@ -61,14 +62,15 @@ def _from_hub(name: str, pickled: bool) -> Path:
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     patterns = [*_FETCHED, PICKLED] if pickled else _FETCHED
-    try:
-        folder = Path(snapshot_download(name, allow_patterns=patterns))
-    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise UserError(
-            f"{name}: no such folder, and the hub gave no head of that name ({reason}); "
-            "check the name, the network, HF_TOKEN and HF_HUB_OFFLINE"
-        ) from error
+    with hub.asked_once(name) as silent:
+        try:
+            folder = Path(snapshot_download(name, allow_patterns=patterns))
+        except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+            reason = silent or (str(error).strip().splitlines() or [type(error).__name__])[0]
+            raise UserError(
+                f"{name}: no such folder, and the hub gave no head of that name ({reason}); "
+                "check the name, the network, HF_TOKEN and HF_HUB_OFFLINE"
+            ) from error
     if not pickled and not any((folder / file).is_file() for file in (WEIGHTS, INDEX)):
         raise UserError(
             f"{name}: holds no safetensors; a {PICKLED} is read (weights only) on request, --allow-bin of "

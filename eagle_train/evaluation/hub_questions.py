@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from eagle_train import hub
 from eagle_train.errors import UserError
 
 _NUMBER = 80  # as the papers on EAGLE have it
@@ -44,14 +45,15 @@ def hub_records(name: str) -> list[dict[str, Any]]:
     import datasets
 
     wanted = SETS[name]
-    try:
-        found = datasets.load_dataset(wanted.repository, wanted.config, split=wanted.split)
-    except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise UserError(
-            f"--questions {name}: the hub gave no {wanted.repository} ({reason}); check the network, "
-            "HF_TOKEN and HF_HUB_OFFLINE, or give a file of JSON lines with question_id, category and turns"
-        ) from error
+    with hub.asked_once(wanted.repository) as silent:
+        try:
+            found = datasets.load_dataset(wanted.repository, wanted.config, split=wanted.split)
+        except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
+            reason = silent or (str(error).strip().splitlines() or [type(error).__name__])[0]
+            raise UserError(
+                f"--questions {name}: the hub gave no {wanted.repository} ({reason}); check the network, "
+                "HF_TOKEN and HF_HUB_OFFLINE, or give a file of JSON lines with question_id, category, turns"
+            ) from error
     number = min(_NUMBER, len(found))
     records = ((i, found[i * len(found) // number]) for i in range(number))
     return [

@@ -124,17 +124,17 @@ class Claims:
 
 def take_in_turn(
     claims: Claims,
-    todo: Sequence[int],
+    missing: Sequence[int],
     is_there: Callable[[int], bool],
     waiting: Callable[[int], None] = lambda count: None,
     look: float = _LOOK,
 ) -> Iterator[int]:
-    """Yield the shards of `todo` that this worker is to make, each claimed; end when all are there.
+    """Yield the shards of `missing` that this worker is to make, each claimed; end when all are there.
 
     Towards the end it waits for other workers, and takes over from those that are gone; `waiting` is told
     once for how many shards. The caller releases each claim once the shard is written.
     """
-    left, told = list(todo), False
+    left, told = list(missing), False
     while left:
         others = []
         for number in left:

@@ -127,10 +127,6 @@ def _check(info: dict[str, Any]) -> None:
     _meet(info, _FIELDS)
     _meet(info, {name: rule for name, rule in _MAY_LACK.items() if name in info})
     _meet(info["target"], _TARGET, "target.")
-    try:
-        json.dumps(info, ensure_ascii=False).encode()
-    except UnicodeError as error:
-        raise _Wrong(f"holds half a character ({error})") from error
     for number, entry in enumerate(info["shards"]):
         _meet_object(entry, _SHARD, f"shards[{number}]")
         _meet(entry, {"plan": _PLAN} if "plan" in entry else {}, f"shards[{number}].")

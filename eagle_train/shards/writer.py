@@ -186,12 +186,16 @@ def finished_shard(folder: Path, plan: Plan, number: int) -> ShardFile | None:
     return shard if shard.header.get("plan") == plan.identity else None
 
 
-def verified_shard(folder: Path, plan: Plan, number: int) -> ShardFile | None:
-    """Return shard `number` when it lies there and every byte of it is as it was written, else None."""
-    shard = finished_shard(folder, plan, number)
-    if shard is not None:
-        try:
-            shard.verify()
-        except UserError:
-            return None
-    return shard
+def shard_fault(folder: Path, plan: Plan, number: int) -> str | None:
+    """Say what is wrong with the file of shard `number`, all bytes compared; None: it is whole, or absent."""
+    file = folder / shard_name(number)
+    if not file.is_file():
+        return None
+    try:
+        shard = open_shard(file)
+        if shard.header["plan"] != plan.identity:
+            return f"{file}: a shard of another plan"
+        shard.verify()
+    except UserError as error:
+        return str(error).rsplit("; ", 1)[0]  # without what to do: it is being done
+    return None

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from eagle_train import hub
 from eagle_train.data.gguf_file import dequantised, gguf_source
 from eagle_train.errors import UserError
 
@@ -250,14 +251,15 @@ def _explained(target: str) -> Iterator[None]:
     """Turn what loading can raise into one sentence."""
     from safetensors import SafetensorError
 
-    try:
-        yield
-    except SafetensorError as error:
-        raise UserError(f"{target}: a weight file is damaged ({error}); fetch it again") from error
-    except (OSError, ValueError, KeyError, ImportError, RuntimeError, TypeError, AttributeError) as error:
-        raise UserError(
-            f"{target}: could not be loaded as a causal language model: {_first_line(error)}"
-        ) from error
+    with hub.asked_once(target) as silent:
+        try:
+            yield
+        except SafetensorError as error:
+            raise UserError(f"{target}: a weight file is damaged ({error}); fetch it again") from error
+        except (OSError, ValueError, KeyError, ImportError, RuntimeError, TypeError, AttributeError) as error:
+            raise UserError(
+                f"{target}: could not be loaded as a causal language model: {silent or _first_line(error)}"
+            ) from error
 
 
 def _first_line(error: BaseException) -> str:

@@ -25,7 +25,7 @@ from eagle_train.shards.frozen_target import target_bytes
 from eagle_train.shards.listing import find_manifest
 from eagle_train.shards.manifest import close_directory
 from eagle_train.shards.schema import INDEX, MANIFEST, Plan, shard_name
-from eagle_train.shards.writer import ShardBuffer, finished_shard, verified_shard
+from eagle_train.shards.writer import ShardBuffer, finished_shard, shard_fault
 from eagle_train.targets.batch import RowBatch, load_batch, run_batch, store_batch
 from eagle_train.targets.capture import FeatureTap
 from eagle_train.targets.check import check_start
@@ -157,8 +157,8 @@ def _work(
     """
     with Claims(folder) as claims:
         finished, mended = _finished(plan, folder, claims)
-        todo = [number for number, bad in enumerate(finished) if bad is None]
-        if not todo:
+        missing = [number for number, bad in enumerate(finished) if bad is None]
+        if not missing:
             return [], 0.0, mended
         if distributed.is_main():  # which writes it again at the end
             _reopen(folder)
@@ -166,8 +166,8 @@ def _work(
         done: list[int] = []
         waited = 0.0
         writing: Future[int] | None = None
-        seen = Peers(folder, plan, todo)
-        total = sum(plan.shards[number].tokens for number in todo)
+        seen = Peers(folder, plan, missing)
+        total = sum(plan.shards[number].tokens for number in missing)
 
         def is_there(number: int) -> bool:
             return finished_shard(folder, plan, number) is not None
@@ -186,7 +186,7 @@ def _work(
             progress("extract", total, "tokens", show) as shown,
             ThreadPoolExecutor(1) as writer,
         ):
-            for number in take_in_turn(claims, todo, is_there, waiting):
+            for number in take_in_turn(claims, missing, is_there, waiting):
                 sweep(folder, shard_name(number))
                 seen.forget(number)
                 check = not done and distributed.is_main()
@@ -209,17 +209,20 @@ def _work(
 def _finished(plan: Plan, folder: Path, claims: Claims) -> tuple[list[int | None], bool]:
     """Return how many rows each shard has skipped, None where it is still to be made.
 
-    This worker's share of those that are there is verified, a damaged one removed: then also True.
+    This worker's share of those that are there is verified, a damaged one named and removed: then also True.
     """
     found: list[int | None] = []
-    mended = False
+    mended, was_whole = False, (folder / MANIFEST).is_file()
     for number in range(len(plan.shards)):
         shard = finished_shard(folder, plan, number)
         mine = number % distributed.world_size() == distributed.rank()
-        if shard is not None and mine and verified_shard(folder, plan, number) is None:
+        if mine and was_whole and not (folder / shard_name(number)).exists():
+            print(f"extract: {folder / shard_name(number)}: missing: made anew", file=sys.stderr)
+        if mine and shard_fault(folder, plan, number) is not None:
             shard = None
             if claims.take(number):  # nobody is writing it: look again, then remove it
-                if verified_shard(folder, plan, number) is None:
+                if (fault := shard_fault(folder, plan, number)) is not None:
+                    print(f"extract: {fault}: made anew", file=sys.stderr)
                     (folder / shard_name(number)).unlink(missing_ok=True)
                     mended = True
                 claims.release(number)

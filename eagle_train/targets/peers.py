@@ -15,10 +15,10 @@ _SECONDS_BETWEEN_LOOKS = 2.0
 class Peers:
     """Counts the tokens of shards that appear in `folder` by other hands."""
 
-    def __init__(self, folder: Path, plan: Plan, todo: Sequence[int]) -> None:
+    def __init__(self, folder: Path, plan: Plan, missing: Sequence[int]) -> None:
         self._folder = folder
         there = set(os.listdir(folder))  # a foreign one among them is yet to be replaced
-        self._left = {shard_name(n): plan.shards[n].tokens for n in todo if shard_name(n) not in there}
+        self._left = {shard_name(n): plan.shards[n].tokens for n in missing if shard_name(n) not in there}
         self._looked = time.monotonic()
 
     def forget(self, number: int) -> None:

@@ -180,12 +180,12 @@ def _known(out: Path) -> Setting | None:
 def refuse_full_disk(work: Survey, out: Path) -> None:
     """Raise UserError when the disk lacks the room for what is still to be written."""
     existing = Plan.load(out) if (out / PLAN).is_file() else None
-    shards_todo = sum(
+    of_shards = sum(
         shard.size
         for number, shard in enumerate(work.plan.shards)
         if existing is None or finished_shard(out, existing, number) is None
     )
-    todo = shards_todo + (work.target_bytes if not (out / TENSORS).is_file() else 0)
+    missing = of_shards + (work.target_bytes if not (out / TENSORS).is_file() else 0)
     place = out
     while not place.exists():
         place = place.parent
@@ -193,11 +193,11 @@ def refuse_full_disk(work: Survey, out: Path) -> None:
         free = shutil.disk_usage(place).free
     except OSError as error:
         raise os_error(place, error) from error
-    if todo > free:
-        smaller = _codec_that_fits(work, free - (todo - shards_todo)) if existing is None else None
+    if missing > free:
+        smaller = _codec_that_fits(work, free - (missing - of_shards)) if existing is None else None
         advice = f"use --codec {smaller}, " if smaller else ""
         raise UserError(
-            f"{out}: {bytes_text(todo)} to write, {bytes_text(free)} free on this disk; {advice}"
+            f"{out}: {bytes_text(missing)} to write, {bytes_text(free)} free on this disk; {advice}"
             "choose another --out, or --ignore-disk to try all the same"
         )
 
@@ -219,14 +219,14 @@ def default_processes(work: Survey, out: Path | None) -> int:
         weights = work.num_parameters * work.dtype.itemsize
         most = max(1, min(num_cores() // work.plan.setting.threads, _fitting(weights, free_memory())))
     known = Plan.load(out) if out is not None and (out / PLAN).is_file() else None
-    todo = [
+    missing = [
         shard.tokens
         for number, shard in enumerate(work.plan.shards)
         if known is None or out is None or finished_shard(out, known, number) is None
     ]
-    if 2 * work.num_parameters * sum(todo) < _WORTH_SHARING:
+    if 2 * work.num_parameters * sum(missing) < _WORTH_SHARING:
         return 1
-    return max(1, min(most, len(todo)))
+    return max(1, min(most, len(missing)))
 
 
 def _default_threads(device: torch.device, weights: int) -> int:

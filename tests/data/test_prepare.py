@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -212,6 +213,14 @@ def test_targets_that_lead_nowhere(
     (tmp_path / "file.txt").touch()
     with pytest.raises(UserError, match=told):
         load_tokenizer(name)
+
+
+def test_missing_data_is_said_before_the_target_is_looked_for(tmp_path: Path) -> None:
+    for data in ("absent.jsonl", "absent*.json", str(tmp_path)):
+        with pytest.raises(UserError, match=f"^{re.escape(data)}: no "):
+            prepare([data], "./no-target", tmp_path / "rows")
+    with pytest.raises(UserError, match="no-target: no such directory"):
+        prepare(["owner/chats"], "./no-target", tmp_path / "rows")  # before a data set is fetched
 
 
 def answers(rows: Path, target: Path) -> list[list[str]]:

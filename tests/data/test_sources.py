@@ -130,6 +130,7 @@ def test_names_that_lead_nowhere(
     assert message in str(caught.value)
 
 
+@pytest.mark.usefixtures("no_hub")
 def test_a_hub_dataset_is_loaded_by_name_and_split(monkeypatch: pytest.MonkeyPatch) -> None:
     import datasets
 
@@ -147,6 +148,7 @@ def test_a_hub_dataset_is_loaded_by_name_and_split(monkeypatch: pytest.MonkeyPat
         find_sources(["owner/chats"])
 
 
+@pytest.mark.usefixtures("no_hub")
 def test_a_hub_dataset_that_cannot_be_had(monkeypatch: pytest.MonkeyPatch) -> None:
     import datasets
 

@@ -283,6 +283,7 @@ RECORDS = {
 }
 
 
+@pytest.mark.usefixtures("no_hub")
 @pytest.mark.parametrize("name", SETS)
 def test_public_sets_are_read_by_name(monkeypatch, name):
     import datasets
@@ -306,6 +307,7 @@ def test_public_sets_are_read_by_name(monkeypatch, name):
     assert questions[0].turns == words.get(name, questions[0].turns)
 
 
+@pytest.mark.usefixtures("no_hub")
 def test_without_the_hub_a_public_set_is_one_line(monkeypatch):
     import datasets
 

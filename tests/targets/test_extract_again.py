@@ -67,7 +67,9 @@ def test_each_worker_verifies_its_share_of_what_is_there(
     assert sorted(seen) == shards_in(tmp_path / "out")
 
 
-def test_a_missing_or_cut_shard_is_made_anew_with_the_same_bytes(run: Run, tmp_path: Path) -> None:
+def test_a_missing_or_cut_shard_is_made_anew_with_the_same_bytes(
+    run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     run()
     before = bytes_of(tmp_path / "out")
     (tmp_path / "out" / "shard-00001.safetensors").unlink()
@@ -79,9 +81,16 @@ def test_a_missing_or_cut_shard_is_made_anew_with_the_same_bytes(run: Run, tmp_p
         (left / ".tmpAbCd12").write_bytes(b"by safetensors")
     assert run()["shards_done_here"] == 2
     assert bytes_of(tmp_path / "out") == before
+    size, shard = len(before["shard-00003.safetensors"]), f"extract: {tmp_path}/out/shard-0000"
+    assert capsys.readouterr().err.splitlines() == [
+        f"{shard}1.safetensors: missing: made anew",
+        f"{shard}3.safetensors: {size - 7:,} bytes, its header says {size:,}: cut off or damaged: made anew",
+    ]
 
 
-def test_a_flipped_bit_is_found_and_the_shard_made_anew(run: Run, tmp_path: Path) -> None:
+def test_a_flipped_bit_is_found_and_the_shard_made_anew(
+    run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     run()
     before = bytes_of(tmp_path / "out")
     content = bytearray(before["shard-00004.safetensors"])
@@ -89,6 +98,11 @@ def test_a_flipped_bit_is_found_and_the_shard_made_anew(run: Run, tmp_path: Path
     (tmp_path / "out" / "shard-00004.safetensors").write_bytes(content)
     assert run()["shards_done_here"] == 1
     assert bytes_of(tmp_path / "out") == before
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"extract: {tmp_path}/out/shard-00004.safetensors: tensor ")
+    assert line.endswith(" is damaged (checksum differs): made anew")
+    assert run()["shards_done_here"] == 0
+    assert capsys.readouterr().err == ""
 
 
 @pytest.mark.parametrize("name", ["target.safetensors", "target.json", "shards.json", "index.safetensors"])
