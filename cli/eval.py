@@ -31,7 +31,7 @@ _READ = {
 }
 _WHY = {
     "--predict": "--predict decodes nothing",
-    "--against-server": "--against-server compares a greedy chain as long as the server's",
+    "--against-server": "--against-server drafts greedily, as the server does",
 }
 
 
@@ -103,8 +103,8 @@ def run(
         None,
         "--against-server",
         metavar="URL",
-        help="Ask a running vLLM server the first turns greedily; compare its texts and counters with our "
-        "chain's. Exit code 1 where anything differs.",
+        help="Ask a running vLLM or SGLang server the first turns greedily; compare its texts and counters "
+        "with those of our loop, which drafts as the server does. Exit code 1 where anything differs.",
     ),
     seed: options.Seed = 0,
     device_map: options.DeviceMap = None,

@@ -26,15 +26,10 @@ from engine_env import ENGINE, engine_python, engine_server, engine_settings
 from eagle_train.decoding.loop import Settings, generate, plain
 from eagle_train.decoding.sampling import Sampling
 from eagle_train.decoding.shapes import Chain
+from eagle_train.evaluation.counters import Counters, add_up, loop_counters
 from eagle_train.evaluation.methods import head_drafter
 from eagle_train.evaluation.questions import conversations, read_questions
-from eagle_train.evaluation.server import (
-    Counters,
-    add_up,
-    chain_counters,
-    compare_with_server,
-    server_lines,
-)
+from eagle_train.evaluation.server import compare_with_server, server_lines
 from eagle_train.export.export import export
 from eagle_train.heads.foreign import read_any
 from eagle_train.targets.builtin import small_target
@@ -118,7 +113,7 @@ def check_head(
     ours, drafter = [], head_drafter(head, target, Chain(gamma), Sampling())
     for prompt in prompts:
         answer = generate(target, drafter, prompt, settings)
-        ours.append(side(answer.ids, chain_counters(answer, gamma)))
+        ours.append(side(answer.ids, loop_counters(answer, gamma)))
     return {
         "head": source,
         "kind": made["kind"],

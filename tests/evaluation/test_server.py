@@ -1,11 +1,14 @@
-"""A server's counters are read from its /metrics and compared with the loop's, prompt by prompt."""
+"""A server's counters are read as its engine gives them and compared with the loop's, prompt by prompt."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import socketserver
+import subprocess
+import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -15,17 +18,12 @@ import torch
 
 from eagle_train.decoding.drafters import HeadDrafter
 from eagle_train.decoding.loop import Settings, generate, plain
-from eagle_train.decoding.shapes import Chain
+from eagle_train.decoding.shapes import Chain, Dynamic, Shape
 from eagle_train.errors import UserError
+from eagle_train.evaluation.counters import Counters
+from eagle_train.evaluation.engines import Vllm, find_engine, read_counters
 from eagle_train.evaluation.questions import Question, conversations
-from eagle_train.evaluation.server import (
-    Counters,
-    Engine,
-    compare_with_server,
-    read_counters,
-    server_fault,
-    server_lines,
-)
+from eagle_train.evaluation.server import compare_with_server, server_fault, server_lines
 from eagle_train.heads.config import HeadConfig
 from eagle_train.heads.disk import build_head, load_head, save_head
 from eagle_train.targets.load import Target, load_target
@@ -95,7 +93,10 @@ class _Handler(BaseHTTPRequestHandler):
     server: FakeEngine
 
     def do_GET(self) -> None:
-        pages = {"/v1/models": json.dumps({"data": [{"id": "served"}]}), "/metrics": self.server.metrics()}
+        pages = {
+            "/v1/models": json.dumps({"data": [{"id": "served", "owned_by": "vllm"}]}),
+            "/metrics": self.server.metrics(),
+        }
         self._reply(pages[self.path])
 
     def do_POST(self) -> None:
@@ -153,7 +154,9 @@ def test_the_loop_and_a_server_that_does_the_same_agree_prompt_by_prompt(engine,
     assert [body["model"] for body in engine.asked] == ["served"] * 3
     assert all(body["temperature"] == 0 and body["max_tokens"] == 30 for body in engine.asked)
     assert report["differences"] == []
-    assert (report["gamma"], report["prompts"]) == (4, 3)
+    assert report["tree"] == Chain(4).figures
+    assert (report["prompts"], report["server"]["engine"]) == (3, "vLLM")
+    assert all(body["repetition_penalty"] == 1 for body in engine.asked)  # not what the target's files say
     served = [b - a for a, b in zip(before, engine.sums, strict=True)]
     assert report["server"]["drafts"] == report["loop"]["drafts"] == served[0] > 0
     assert report["server"]["acceptance_length"] == 1 + served[1] / served[0]
@@ -203,12 +206,15 @@ def test_the_command_prints_both_sides_and_refuses_what_it_cannot_compare(
 
     assert run("--num-questions", "2", "--max-new-tokens", "8", "--dtype", "fp32") == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0].endswith("2 prompts, 16 tokens, greedy, chain of 4, up to 8 new tokens")
-    assert lines[1].startswith(f"  {engine.url}: acceptance length ")
+    assert lines[0].endswith(
+        "2 prompts, 16 tokens, greedy, chain of 4, up to 8 new tokens; acceptance length as vLLM counts it, "
+        "1 + accepted / drafts"
+    )
+    assert lines[1].startswith(f"  vLLM at {engine.url}: acceptance length ")
     assert lines[2].startswith("  our loop, fp32: acceptance length ")
     assert lines[3] == "  every text and every counter equal"
     assert run("--draft", "dynamic") == 2
-    assert "chain as long as the server's, so --draft has no meaning" in capsys.readouterr().err
+    assert "drafts greedily, as the server does, so --draft has no meaning" in capsys.readouterr().err
     answer = engine.answer
     engine.answer = lambda body: [*answer(body)[:-1], 7]
     assert run("--num-questions", "1", "--max-new-tokens", "8", "--dtype", "fp32") == 1
@@ -294,7 +300,8 @@ def test_an_odd_reply_is_one_line(replies, path, text):
     url, said = replies
     said[path] = _raw(text)
     with pytest.raises(UserError) as caught:
-        engine = Engine(url)
+        engine = find_engine(url)
+        assert isinstance(engine, Vllm)
         engine.counters()
         engine.answer([1], 4, [])
     assert str(caught.value).startswith(f"{url}{path}: ")
@@ -313,13 +320,13 @@ def test_a_broken_reply_is_one_line(replies, reply):
     url, said = replies
     said["/v1/models"] = reply
     with pytest.raises(UserError, match=f"{url}/v1/models: "):
-        Engine(url)
+        find_engine(url)
 
 
 @pytest.mark.parametrize("url", ["http://[bad", "http://a b/", "http://x:port", "http://\u2603.\x00"])
 def test_an_impossible_address_is_one_line(url):
     with pytest.raises(UserError, match=r"^http:.*/v1/models: cannot be reached"):
-        Engine(url)
+        find_engine(url)
 
 
 @pytest.mark.parametrize(
@@ -340,3 +347,126 @@ def test_counters_that_cannot_be_compared_are_one_line(replies, target, head, la
     said["/v1/completions"] = _raw(json.dumps({"choices": [{"token_ids": [1]}]}))
     with pytest.raises(UserError, match=words):
         compare_with_server(head, target, url, _QUESTIONS[:1], max_new_tokens=2, show=False)
+
+
+@contextlib.contextmanager
+def sglang(folder: Path, info: dict[str, Any], answers: Sequence[dict[str, Any]] = ()) -> Iterator[str]:
+    """Run SGLang's interface in a process of its own; yield its address."""
+    state = folder / "state.json"
+    state.write_text(json.dumps({"info": info, "answers": list(answers)}))
+    command = [sys.executable, "-S", str(Path(__file__).with_name("sglang_process.py")), str(state)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            yield f"http://127.0.0.1:{int(process.stdout.readline())}"
+        finally:
+            process.terminate()
+
+
+def _info(steps: int, top_k: int, nodes: int, **more: Any) -> dict[str, Any]:
+    return {
+        "speculative_algorithm": "EAGLE",
+        "speculative_num_steps": steps,
+        "speculative_eagle_topk": top_k,
+        "speculative_num_draft_tokens": nodes,
+        "speculative_adaptive": False,
+        **more,
+    }
+
+
+def _answers(target: Target, head: Path, shape: Shape, limit: int) -> list[dict[str, Any]]:
+    """Return what a server with this head and shape says to the questions."""
+    drafter = HeadDrafter(load_head(head), target, shape)
+    found = []
+    for _, conversation in conversations(target.tokenizer, _QUESTIONS):
+        prompt = conversation.ask(0)
+        made = generate(target, drafter, prompt, Settings(max_new_tokens=limit))
+        found.append({"prompt": prompt, "limit": limit, "ids": made.ids, "rounds": made.accepted_uncut})
+    return found
+
+
+@pytest.mark.parametrize(
+    ("shape", "info"), [(Chain(4), _info(4, 1, 5)), (Dynamic(7, 3, 2), _info(2, 3, 7))], ids=["chain", "tree"]
+)
+def test_an_sglang_server_is_known_by_itself_and_compared_by_its_own_count(
+    shape, info, target, head, tmp_path
+):
+    answers = _answers(target, head, shape, 30)
+    rounds = [accepted for answer in answers for accepted in answer["rounds"]]
+    tokens = sum(len(answer["ids"]) for answer in answers)
+    with sglang(tmp_path, info, answers) as url:
+        report = compare_with_server(head, target, url, _QUESTIONS, max_new_tokens=30, show=False)
+    assert report["differences"] == []
+    assert (report["server"]["engine"], report["tree"]) == ("SGLang", shape.figures)
+    assert report["counts_as"] == "completion tokens / verifications"
+    assert sum(rounds) > 0  # or nothing was compared
+    for side in ("server", "loop"):
+        assert report[side]["drafts"] == len(rounds)
+        assert report[side]["acceptance_length"] == tokens / len(rounds)
+        shares = [sum(n > i for n in rounds) / len(rounds) for i in range(shape.figures["depth"])]
+        assert report[side]["accepted_by_position"] == shares
+    assert f"SGLang at {url}: acceptance length " in "\n".join(server_lines(report))
+
+
+def test_an_sglang_server_with_another_head_is_told_by_its_counters(target, head, tmp_path):
+    answers = _answers(target, head, Chain(4), 30)
+    answers[1]["rounds"][0] = 4 - answers[1]["rounds"][0]
+    with sglang(tmp_path, _info(4, 1, 5), answers) as url:
+        report = compare_with_server(head, target, url, _QUESTIONS, max_new_tokens=30, show=False)
+    assert [(one["question"], one["same_text"]) for one in report["differences"]] == [("1", True)]
+
+
+def test_an_answer_of_one_token_was_never_verified_by_sglang(target, head, tmp_path):
+    answers = _answers(target, head, Chain(4), 1)
+    with (
+        sglang(tmp_path, _info(4, 1, 5), answers) as url,
+        pytest.raises(UserError, match="not one draft was counted in 3 prompts"),
+    ):
+        compare_with_server(head, target, url, _QUESTIONS, max_new_tokens=1, show=False)
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        ({"speculative_algorithm": None}, "speculative_algorithm is None, wanted EAGLE or EAGLE3"),
+        ({"speculative_algorithm": "NGRAM"}, "speculative_algorithm is NGRAM, wanted EAGLE or EAGLE3"),
+        ({"speculative_adaptive": True}, "speculative_adaptive changes the draft's length"),
+        ({"speculative_num_steps": None}, "chain: got None guesses, wanted a whole number"),
+    ],
+)
+def test_sglang_settings_that_cannot_be_compared_are_one_line(more, words, replies):
+    url, said = replies
+    said["/v1/models"] = _raw(json.dumps({"data": [{"id": "m", "owned_by": "sglang"}]}))
+    said["/server_info"] = _raw(json.dumps(_info(4, 1, 5, **more)))
+    with pytest.raises(UserError, match=words):
+        find_engine(url)
+
+
+_META = {"spec_verify_ct": 3, "spec_num_correct_drafts": 2, "spec_correct_drafts_histogram": [2, 0, 1]}
+
+
+@pytest.mark.parametrize(
+    "meta",
+    [
+        {},
+        {**_META, "spec_verify_ct": 2},
+        {**_META, "spec_num_correct_drafts": 3},
+        {**_META, "spec_correct_drafts_histogram": None},
+        {**_META, "spec_correct_drafts_histogram": [2, 0, "1"]},
+        {
+            "spec_verify_ct": 1,
+            "spec_num_correct_drafts": 5,
+            "spec_correct_drafts_histogram": [0, 0, 0, 0, 0, 1],
+        },
+    ],
+)
+def test_sglang_counts_that_contradict_each_other_are_one_line(meta, replies):
+    url, said = replies
+    said["/v1/models"] = _raw(json.dumps({"data": [{"id": "m", "owned_by": "sglang"}]}))
+    said["/server_info"] = _raw(json.dumps(_info(4, 1, 5)))
+    engine = find_engine(url)
+    said["/generate"] = _raw(json.dumps({"output_ids": [1, 2, 3, 4, 5], "meta_info": _META}))
+    assert engine.ask([1], 5, []) == ([1, 2, 3, 4, 5], Counters(3, 2, (1, 1, 0, 0)))
+    said["/generate"] = _raw(json.dumps({"output_ids": [1, 2, 3, 4, 5], "meta_info": meta}))
+    with pytest.raises(UserError, match=f"{url}/generate: .*wanted ids and, in meta_info, spec_verify_ct"):
+        engine.ask([1], 5, [])
