@@ -15,23 +15,33 @@ from . import options
 
 if TYPE_CHECKING:
     from eagle_train.training.dry_run import Rehearsal
+    from eagle_train.training.source import LiveTarget
 
 NAME = "train"
-HELP = "Train a draft head on shards. An interrupted run goes on when the same command is given again."
+HELP = (
+    "Train a draft head on shards, or on rows with the target at work. An interrupted run goes on when the "
+    "same command is given again."
+)
 EXAMPLES = """
 **Examples**
 
     eagle train shards/ --recipe eagle3 --out run/
 
-    eagle train shards/ --recipe eagle3 --set optim.lr=1e-4 --set run.epochs=3 --processes 2 --out run/
+    eagle train rows/ --online --target ./my-model --recipe eagle3 --processes 2 --out run/
 
     torchrun --nproc-per-node 8 -m eagle_cli.main train shards/ --recipe my.yaml --track wandb --out run/
 """
 
+_OF_THE_TARGET = ("target", "dtype", "target_device", "batch_tokens", "trust_remote_code")
+
 
 def run(
     context: typer.Context,
-    shards: Path = typer.Argument(..., metavar="SHARDS", help="The folder that eagle extract made."),
+    shards: Path = typer.Argument(
+        ...,
+        metavar="SHARDS",
+        help="The folder that eagle extract made; with --online the rows that eagle prepare made.",
+    ),
     recipe: str = typer.Option(
         ...,
         "--recipe",
@@ -53,6 +63,20 @@ def run(
         metavar="HEAD",
         help="Start from this head: a run or a head folder, also another toolkit's.",
     ),
+    online: bool = typer.Option(
+        False, "--online", help="Train on rows without shards: --target computes features in these processes."
+    ),
+    target: str | None = typer.Option(
+        None, "--target", help="With --online: hub id, directory or .gguf file of the rows' target."
+    ),
+    dtype: options.Dtype = "auto",
+    target_device: str | None = typer.Option(
+        None, "--target-device", help="Where the target runs, such as cuda:1; default where training does."
+    ),
+    batch_tokens: int | None = typer.Option(
+        None, "--batch-tokens", min=1, help="Tokens of one forward of the target; default as for extract."
+    ),
+    trust_remote_code: options.TrustRemoteCode = False,
     processes: int | None = typer.Option(
         None, "--processes", help="Processes on this machine; default one, or those torchrun started."
     ),
@@ -79,6 +103,11 @@ def run(
             check_tracker(name)
     if resume and rehearse:
         raise UserError(f"--resume {out}: a dry run begins anew and reads no run; leave one of the two out")
+    live = None
+    if online:
+        live = _live(target, dtype, target_device, batch_tokens, trust_remote_code)
+    else:
+        options.refuse_unread(context, _OF_THE_TARGET, "features come from shards without --online")
     resolved = load_recipe(recipe, settings)
     if processes is not None and processes != 1:
         from eagle_train.distributed import relaunch
@@ -94,7 +123,7 @@ def run(
         from eagle_train.training.dry_run import dry_run
 
         again = options.typed(context, leaving=("rehearse", "processes"))
-        found = dry_run(shards, resolved, init_from=init_from, deepspeed=deepspeed)
+        found = dry_run(shards, resolved, live=live, init_from=init_from, deepspeed=deepspeed)
         if is_main():
             print(json.dumps(figures(found)) if as_json else _rehearsed(found, _following(again, processes)))
         leave_processes()
@@ -103,12 +132,29 @@ def run(
     from eagle_train.training.loop import train
 
     summary = train(
-        shards, resolved, out, resume=resume, init_from=init_from, trackers=track, deepspeed=deepspeed
+        shards,
+        resolved,
+        out,
+        live=live,
+        resume=resume,
+        init_from=init_from,
+        trackers=track,
+        deepspeed=deepspeed,
     )
     if is_main():
         print(json.dumps(summary) if as_json else _words(summary))
     leave_processes()
     return None
+
+
+def _live(
+    target: str | None, dtype: str, device: str | None, batch_tokens: int | None, trust_remote_code: bool
+) -> LiveTarget:
+    from eagle_train.training.source import LiveTarget
+
+    if target is None:
+        raise UserError("--online: needs the rows' target; give --target T")
+    return LiveTarget(target, dtype, device, batch_tokens, trust_remote_code)
 
 
 def _following(again: list[str], processes: int | None) -> str:

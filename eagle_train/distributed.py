@@ -29,6 +29,11 @@ def world_size() -> int:
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
+def local_world_size() -> int:
+    """Return the number of processes on this machine, 1 when alone."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+
+
 def is_main() -> bool:
     """Return True on the one process that prints and writes shared records."""
     return rank() == 0

@@ -58,7 +58,7 @@ class Variant:
 def score(run: Path, shards_folder: Path, recipe: Recipe) -> dict[str, tuple[int, int]]:
     """Return (rounds, tokens) of each held-out conversation for a run's last head."""
     shards = open_shards(shards_folder)
-    _, held_out, _ = rows_of(shards, recipe)
+    _, held_out, _ = rows_of(shards, recipe, shards_folder)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     head, frozen = read_head(run / "last").to(device), shards.frozen_target().to(device, torch.float32)
     loader = Loader(shards, recipe.head.kind, recipe.run.eval_gamma, recipe.data.micro_tokens)

@@ -26,7 +26,7 @@ from eagle_train.heads.disk import Head
 from eagle_train.heads.medusa import MedusaHead
 from eagle_train.progress import Progress, progress
 from eagle_train.shards.batches import PackedBatch, pack
-from eagle_train.shards.reader import ShardRow
+from eagle_train.shards.row_source import ShardRow
 from eagle_train.targets.capture import FeatureTap
 from eagle_train.targets.load import Target, load_target
 

@@ -63,7 +63,9 @@ class Source:
         """Return the fingerprints of what the head was trained on; None where not recorded."""
         if not self.record.get("shards"):
             return None
-        rows = _read(Path(str(self.record.get("shards_folder"))) / MANIFEST).get("rows_fingerprint")
+        rows = self.record.get("rows_fingerprint")
+        if rows is None:  # a run of before it was recorded
+            rows = _read(Path(str(self.record.get("shards_folder"))) / MANIFEST).get("rows_fingerprint")
         return {"shards": self.record["shards"], "rows": rows}
 
     def weights_sha256(self) -> str | None:

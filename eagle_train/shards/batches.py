@@ -22,7 +22,7 @@ from torch import Tensor
 from eagle_train.errors import UserError
 
 if TYPE_CHECKING:
-    from eagle_train.shards.reader import ShardRow
+    from eagle_train.shards.row_source import ShardRow
 
 KINDS = ("eagle1", "eagle3", "medusa")
 
@@ -56,8 +56,8 @@ class PackedBatch:
         return self._map(lambda tensor: tensor.to(device, non_blocking=True))
 
     def pin(self) -> PackedBatch:
-        """Return the same batch in page-locked memory (CUDA only)."""
-        return self._map(lambda tensor: tensor.pin_memory())
+        """Return the same batch with what lies in host memory page-locked (CUDA only)."""
+        return self._map(lambda tensor: tensor.pin_memory() if tensor.device.type == "cpu" else tensor)
 
     def _map(self, change: Callable[[Tensor], Tensor]) -> PackedBatch:
         fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}

@@ -103,6 +103,8 @@ def read_manifest(folder: Path) -> dict[str, Any]:
             if (folder / PLAN).is_file()
             else "not a folder of shards; wanted the --out of eagle extract"
         )
+        if (folder / "rows.json").is_file():
+            state = "prepared rows; run eagle extract on them, or train with --online --target T"
         raise UserError(f"{file}: not found; {state}")
     info = read_json(file, mend(folder))
     refuse_version(file, info)

@@ -6,7 +6,6 @@ import json
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
@@ -25,26 +24,14 @@ from eagle_train.shards.frozen_target import FrozenTarget
 from eagle_train.shards.listing import read_manifest
 from eagle_train.shards.manifest import in_common
 from eagle_train.shards.plan import Span, label_positions, num_labels
+from eagle_train.shards.row_source import RowSource, ShardRow
 from eagle_train.shards.schema import INDEX, MANIFEST, PLAN, holds_all_last, mend
 
 _MOST_OPEN = 256  # mapped shards; each holds a file descriptor
 _INDEX_TENSORS = {"shard", "slot", "lengths", "span_starts", "spans", "row_ids", "conversation_ids"}
 
 
-@dataclass(frozen=True)
-class ShardRow:
-    """One document with its features. L tokens, m label positions s-1..e-1 of its spans, in order."""
-
-    input_ids: Tensor  # (L,) int64
-    spans: list[Span]  # answers, [first, last] inclusive
-    aux: Tensor | None  # (L, 3H) aux[t]: having read token t
-    last_all: Tensor | None  # (L, H) final state after the norm, of every token
-    label_last: Tensor  # (m, H) final state after the norm, at label positions
-    label_argmax: Tensor  # (m,) int64 the target's most likely token over its whole vocabulary
-    label_lse: Tensor  # (m,) float32 log-sum-exp of the target's logits over its whole vocabulary
-
-
-class Shards:
+class Shards(RowSource):
     """A finished shard directory. Rows are numbered 0..num_rows-1, in the order they were prepared.
 
     A shard is compared with its checksums before it is first used, by process ``number % world``: let
@@ -107,11 +94,6 @@ class Shards:
         """The conversation that each row comes from."""
         return _texts(self._index["conversation_ids"])
 
-    @cached_property
-    def supervised_frequencies(self) -> dict[int, int]:
-        """How often each token id is supervised."""
-        return {int(token): count for token, count in self.info["supervised_frequencies"].items()}
-
     def frozen_target(self) -> FrozenTarget:
         """Load the target's embedding and output map.
 
@@ -120,6 +102,10 @@ class Shards:
         return load_frozen(
             self.folder, self.info["target"].get("fingerprint"), self.info.get("target_checksum")
         )
+
+    def read_rows(self, rows: Sequence[int]) -> list[ShardRow]:
+        """Return these rows, in this order."""
+        return [self.read(row) for row in rows]
 
     def read(self, row: int) -> ShardRow:
         """Return one row: views into mapped memory in the codec's dtype, 8-bit codecs decoded.

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -95,3 +96,15 @@ def store_batch(
         label_lse=lse,
         witness=features.witness,
     )
+
+
+@contextmanager
+def memory_explained(batch: RowBatch, setting: Setting, advice: str) -> Iterator[None]:
+    """Turn a device that is out of memory into a UserError that says what to change, ending in `advice`."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise UserError(
+            f"{setting.device}: out of memory at a batch of {batch.padded.numel():,} tokens in "
+            f"{len(batch.rows)} rows; give --batch-tokens below {setting.batch_tokens:,} {advice}"
+        ) from error

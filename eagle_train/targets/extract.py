@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -19,14 +19,14 @@ import torch
 from eagle_train import distributed
 from eagle_train.errors import UserError
 from eagle_train.io import make_folder, sweep
-from eagle_train.progress import Progress, progress
+from eagle_train.progress import progress
 from eagle_train.shards.claims import CLOSING, Claims, clear, take_in_turn
 from eagle_train.shards.frozen_target import target_bytes
 from eagle_train.shards.listing import find_manifest
 from eagle_train.shards.manifest import close_directory
 from eagle_train.shards.schema import INDEX, MANIFEST, Plan, shard_name
 from eagle_train.shards.writer import ShardBuffer, finished_shard, shard_fault
-from eagle_train.targets.batch import RowBatch, load_batch, run_batch, store_batch
+from eagle_train.targets.batch import load_batch, memory_explained, run_batch, store_batch
 from eagle_train.targets.capture import FeatureTap
 from eagle_train.targets.check import check_start
 from eagle_train.targets.load import Target, load_target
@@ -84,7 +84,7 @@ def extract(
     if announce and show and distributed.is_main():
         print(work.size_text(), file=sys.stderr)
     make_folder(folder)
-    with _threads(work):
+    with fixed_threads(work):
         model = load_target(
             target,
             dtype=work.dtype,
@@ -137,7 +137,7 @@ def summary_of(folder: Path) -> dict[str, Any]:
 
 
 @contextmanager
-def _threads(work: Survey) -> Iterator[None]:
+def fixed_threads(work: Survey) -> Iterator[None]:
     """Sums on a CPU depend on the number of threads, so the plan fixes it."""
     before = torch.get_num_threads()
     if work.device.type == "cpu":
@@ -190,7 +190,9 @@ def _work(
                 sweep(folder, shard_name(number))
                 seen.forget(number)
                 check = not done and distributed.is_main()
-                buffer = _fill(work, plan, tap, number, check, shown, seen)
+                buffer = fill(
+                    work, plan, tap, number, check, lambda tokens: shown.advance(tokens + seen.newly_done())
+                )
                 if target.device.type == "cuda":
                     torch.cuda.synchronize()
                 before = time.monotonic()
@@ -230,20 +232,28 @@ def _finished(plan: Plan, folder: Path, claims: Claims) -> tuple[list[int | None
     return found, mended
 
 
-def _fill(
-    work: Survey, plan: Plan, tap: FeatureTap, number: int, check: bool, shown: Progress, seen: Peers
+def fill(
+    work: Survey,
+    plan: Plan,
+    tap: FeatureTap,
+    number: int,
+    check: bool,
+    advance: Callable[[int], None] = lambda tokens: None,
 ) -> ShardBuffer:
-    """Run all batches of one shard."""
+    """Run all batches of one shard; `check` compares the first with the model's own forward.
+
+    `advance` is told the tokens of each batch.
+    """
     buffer = ShardBuffer(plan, number, work.table)
     for rows in plan.shards[number].batches:
         batch = load_batch(work.dataset, work.table, rows, tap.target.vocab_size, tap.target.device)
-        with _memory_explained(batch, plan):
+        with memory_explained(batch, plan.setting, "with another --out, or --device-map auto"):
             features = run_batch(tap, batch)
             if check:
                 check_start(tap, batch, features, work.table, plan.setting)
                 check = False
             store_batch(tap, batch, features, buffer, plan.setting)
-        shown.advance(len(batch.real) + seen.newly_done())
+        advance(len(batch.real))
     return buffer
 
 
@@ -264,18 +274,6 @@ def _closed(folder: Path, plan: Plan) -> bool:
             return False
         clear(folder)
     return True
-
-
-@contextmanager
-def _memory_explained(batch: RowBatch, plan: Plan) -> Iterator[None]:
-    try:
-        yield
-    except torch.OutOfMemoryError as error:
-        raise UserError(
-            f"{plan.setting.device}: out of memory at a batch of {batch.padded.numel():,} tokens in "
-            f"{len(batch.rows)} rows; give --batch-tokens below {plan.setting.batch_tokens:,} with another "
-            "--out, or --device-map auto"
-        ) from error
 
 
 def _reopen(folder: Path) -> None:

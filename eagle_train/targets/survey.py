@@ -198,7 +198,8 @@ def refuse_full_disk(work: Survey, out: Path) -> None:
         advice = f"use --codec {smaller}, " if smaller else ""
         raise UserError(
             f"{out}: {bytes_text(missing)} to write, {bytes_text(free)} free on this disk; {advice}"
-            "choose another --out, or --ignore-disk to try all the same"
+            "choose another --out, train without shards (eagle train ROWS --online --target T), or "
+            "--ignore-disk to try all the same"
         )
 
 

@@ -30,7 +30,7 @@ from eagle_train.training.trained_on import other_weights
 
 if TYPE_CHECKING:
     from eagle_train.shards.frozen_target import FrozenTarget
-    from eagle_train.shards.reader import Shards
+    from eagle_train.shards.row_source import RowSource
 
 _KEPT = (  # of a head that training starts from, whatever the recipe says
     "num_attention_heads",
@@ -47,7 +47,7 @@ _KEPT = (  # of a head that training starts from, whatever the recipe says
 )
 
 
-def check_shards(recipe: Recipe, shards: Shards) -> None:
+def check_shards(recipe: Recipe, shards: RowSource) -> None:
     """Raise UserError where the shards do not hold what the recipe's head reads."""
     kind, features = recipe.head.kind, shards.info["features"]
     if not holds_feature_of(kind, features):
@@ -63,7 +63,7 @@ def check_shards(recipe: Recipe, shards: Shards) -> None:
         )
 
 
-def wanted_config(recipe: Recipe, shards: Shards, frozen: FrozenTarget) -> HeadConfig:
+def wanted_config(recipe: Recipe, shards: RowSource, frozen: FrozenTarget) -> HeadConfig:
     """Return the config of the head that the recipe asks for on this target."""
     info = shards.info
     config = config_on(recipe, frozen.config, frozen.vocab_size, info["layer_ids"], str(shards.folder))
@@ -100,7 +100,7 @@ def config_on(
     )
 
 
-def new_head(recipe: Recipe, shards: Shards, frozen: FrozenTarget) -> Head:
+def new_head(recipe: Recipe, shards: RowSource, frozen: FrozenTarget) -> Head:
     """Return a head with random weights of the recipe's seed.
 
     Its draft vocabulary is the tokens most often supervised in the shards, its lm_head starts from the
@@ -139,7 +139,7 @@ def _built(config: HeadConfig, draft_ids: Tensor | None, name: str) -> Head:
         ) from error
 
 
-def warm_head(source: str | Path, recipe: Recipe, shards: Shards, frozen: FrozenTarget) -> Head:
+def warm_head(source: str | Path, recipe: Recipe, shards: RowSource, frozen: FrozenTarget) -> Head:
     """Return the head at `source` (a run or a head directory, also another's), with its own draft vocabulary.
 
     Settings that no recipe names, such as RoPE, stay the head's. Raises UserError naming the first difference
@@ -191,7 +191,7 @@ def head_step(head: Head, frozen: FrozenTarget, recipe: Recipe) -> Step:
     return Eagle3Step(head, frozen, **shared)
 
 
-def vocabulary_coverage(head: Head, shards: Shards) -> float:
+def vocabulary_coverage(head: Head, shards: RowSource) -> float:
     """Return the share of supervised tokens that the head can draft."""
     if not head.config.reduced_vocabulary:
         return 1.0

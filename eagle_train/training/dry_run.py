@@ -19,11 +19,10 @@ from eagle_train.config import Recipe
 from eagle_train.heads.disk import Head
 from eagle_train.losses.acceptance import AcceptanceCounts, chain_hits, greedy_chain
 from eagle_train.shards.batches import PackedBatch
-from eagle_train.shards.reader import open_shards
-from eagle_train.training import build
 from eagle_train.training.loader import Micro
 from eagle_train.training.processes import join_processes, pick_precision
 from eagle_train.training.session import Session, build_session
+from eagle_train.training.source import LiveTarget, open_source
 from eagle_train.training.zero import check_optimizer
 
 MOST_STEPS, MOST_SECONDS = 300, 60.0
@@ -44,25 +43,27 @@ class Rehearsal:
 
 
 def dry_run(
-    shards_folder: str | Path,
+    place: str | Path,
     recipe: Recipe,
     *,
+    live: LiveTarget | None = None,
     init_from: str | None = None,
     deepspeed: str | None = None,
     show: bool = True,
 ) -> Rehearsal:
     """Train on one row again and again with AdamW at a high rate; nothing is written.
 
+    `place` holds shards, or rows where a `live` target computes their features.
     Raises UserError for all that `train` would refuse, but for the state of an --out folder.
     """
     if deepspeed is not None:
         check_optimizer(recipe.optim)
     processes = join_processes()
     dtype = pick_precision(recipe.run.precision, processes.device)
-    shards = open_shards(shards_folder, rank=processes.rank, world=processes.world, dtype=dtype)
-    build.check_shards(recipe, shards)
+    live = None if live is None else replace(live, max_disk=None)
+    source = open_source(Path(place), recipe, processes, dtype, live)
     hasty = replace(recipe, optim=replace(recipe.optim, name="adamw", lr=LEARNING_RATE, ema=0.0))
-    session = build_session(processes, shards, hasty, Path("dry run"), None, init_from, deepspeed)
+    session = build_session(processes, source, hasty, Path("dry run"), None, init_from, deepspeed)
     show = show and processes.is_main
     description = session.describe().splitlines()[0]
     if show:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from eagle_train.config import Recipe
@@ -14,7 +15,8 @@ if TYPE_CHECKING:
     from eagle_train.heads.disk import Head
     from eagle_train.shards.batches import PackedBatch
     from eagle_train.shards.frozen_target import FrozenTarget
-    from eagle_train.shards.reader import Shards
+    from eagle_train.shards.plan import RowTable
+    from eagle_train.shards.row_source import RowSource
 
 
 def split(conversation_ids: Sequence[str], held_out: float) -> tuple[list[int], list[int]]:
@@ -33,23 +35,25 @@ def split(conversation_ids: Sequence[str], held_out: float) -> tuple[list[int], 
     return sides
 
 
-def rows_of(shards: Shards, recipe: Recipe) -> tuple[list[int], list[int], dict[str, Any]]:
+def rows_of(
+    rows: RowSource | RowTable, recipe: Recipe, where: Path
+) -> tuple[list[int], list[int], dict[str, Any]]:
     """Return (training rows, held-out rows, their counts); rows in which nothing counts are left out.
 
-    Raises UserError where none is left to train on.
+    Raises UserError, naming the folder `where`, when none is left to train on.
     """
-    conversations = shards.conversation_ids
+    conversations = rows.conversation_ids
     sides = split(conversations, recipe.data.held_out)
-    counting = [any(e > s for s, e in spans) for spans in shards.spans]
+    counting = [any(e > s for s, e in spans) for spans in rows.spans]
     train, held_out = ([row for row in side if counting[row]] for side in sides)
     if not any(counting):
         raise UserError(
-            f"{shards.folder}: no answer of two tokens or more in {shards.num_rows} rows, nothing to "
+            f"{where}: no answer of two tokens or more in {len(counting)} rows, nothing to "
             "train on; look at the rows with eagle inspect"
         )
     if not train:
         raise UserError(
-            f"{shards.folder}: data.held_out {recipe.data.held_out:g} leaves none of "
+            f"{where}: data.held_out {recipe.data.held_out:g} leaves none of "
             f"{len(set(conversations))} conversations to train on; lower it"
         )
     facts = {

@@ -19,7 +19,7 @@ from eagle_train.shards.sampler import Window, bins, deal
 from eagle_train.training.eagle1_step import noisy
 
 if TYPE_CHECKING:
-    from eagle_train.shards.reader import Shards
+    from eagle_train.shards.row_source import RowSource
 
 Item = TypeVar("Item")
 
@@ -36,9 +36,9 @@ class Micro:
 
 @dataclass(frozen=True)
 class Loader:
-    """Reads rows of shards as packed batches for one process."""
+    """Reads rows as packed batches for one process."""
 
-    shards: Shards
+    source: RowSource
     kind: str
     num_steps: int
     micro_tokens: int
@@ -57,7 +57,10 @@ class Loader:
                 batch = self._read(rows) if rows else idle(self._read(window.rows[:1]))
                 if rows and self.noise:
                     batch = self._with_noise(batch, rows, window.epoch)
-                yield Micro(batch.pin() if self.pinned else batch, window, counts, i == len(mine) - 1)
+                closes = i == len(mine) - 1
+                if closes:
+                    self.source.read_past(window.step + 1)
+                yield Micro(batch.pin() if self.pinned else batch, window, counts, closes)
 
     def evaluation(self, rows: Sequence[int]) -> Iterator[PackedBatch]:
         """Yield this process's share of `rows`, which may be nothing."""
@@ -66,15 +69,15 @@ class Loader:
                 yield self._read(mine)
 
     def _dealt(self, rows: Sequence[int]) -> list[list[int]]:
-        self.shards.verify_rows(rows)  # this process's share, before anybody's update depends on it
-        lengths = [int(self.shards.lengths[row]) for row in rows]
+        self.source.verify_rows(rows)  # this process's share, before anybody's update depends on it
+        lengths = [int(self.source.lengths[row]) for row in rows]
         return deal(bins(rows, lengths, self.micro_tokens, self.world), self.rank, self.world)
 
     def _read(self, rows: Sequence[int]) -> PackedBatch:
-        return pack([self.shards.read(row) for row in rows], self.kind)
+        return pack(self.source.read_rows(rows), self.kind)
 
     def _counted(self, row: int) -> list[int]:
-        return counted_rows(self.shards.spans[row], self.num_steps)
+        return counted_rows(self.source.spans[row], self.num_steps)
 
     def _with_noise(self, batch: PackedBatch, rows: Sequence[int], epoch: int) -> PackedBatch:
         """Add noise drawn for each row by itself, so that it does not depend on how rows are packed."""
@@ -83,7 +86,8 @@ class Loader:
             draw = hashlib.blake2b(f"noise/{self.seed}/{epoch}/{row}".encode(), digest_size=7).digest()
             generator = torch.Generator().manual_seed(int.from_bytes(draw, "big"))
             uniform[start:end].uniform_(generator=generator)
-        return replace(batch, feature=noisy(batch.feature, uniform, batch.row_starts, self.noise))
+        place, starts = batch.feature.device, batch.row_starts.to(batch.feature.device)
+        return replace(batch, feature=noisy(batch.feature, uniform.to(place), starts, self.noise))
 
 
 class ReadAhead(Iterator[Item]):

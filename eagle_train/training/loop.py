@@ -22,6 +22,7 @@ from eagle_train.training.loader import ReadAhead
 from eagle_train.training.metrics import Log, Meter, evaluated, note
 from eagle_train.training.processes import join_processes
 from eagle_train.training.session import Session, open_session
+from eagle_train.training.source import LiveTarget
 
 
 def train(
@@ -29,6 +30,7 @@ def train(
     recipe: Recipe,
     out: str | Path,
     *,
+    live: LiveTarget | None = None,
     resume: bool = False,
     init_from: str | None = None,
     trackers: Sequence[str] = (),
@@ -36,6 +38,8 @@ def train(
     show: bool = True,
 ) -> dict[str, Any]:
     """Train a head on a folder of shards into the run folder `out`; return a summary.
+
+    With a `live` target `shards` is a folder of prepared rows, whose features are computed meanwhile.
 
     The same call on an interrupted run goes on from its newest checkpoint, bit for bit on a CPU unless
     run.minutes is set. Raises UserError for whatever the user must change, and KeyboardInterrupt, after
@@ -47,11 +51,17 @@ def train(
         Path(shards),
         recipe,
         Path(out),
+        live=live,
         resume=resume,
         init_from=init_from,
         deepspeed=deepspeed,
     )
-    show = show and processes.is_main
+    with closing(session.loader.source):
+        return _train(session, trackers, show and processes.is_main)
+
+
+def _train(session: Session, trackers: Sequence[str], show: bool) -> dict[str, Any]:
+    out, recipe, processes = session.out, session.recipe, session.processes
     if show:
         print(session.describe(), file=sys.stderr)
     if session.finished and not session.evaluation_due:
@@ -60,7 +70,7 @@ def train(
     left = None if session.num_steps is None else session.num_steps - session.state.step
     with (
         Interrupt() as interrupt,
-        closing(Log(session.out, session.state, recipe.to_dict(), trackers, processes.is_main)) as log,
+        closing(Log(out, session.state, recipe.to_dict(), trackers, processes.is_main)) as log,
         progress("train", left, "steps", show) as bar,
     ):
         done = _catch_up(session, interrupt, log) and _loop(session, interrupt, log, bar)
@@ -98,7 +108,9 @@ def _loop(session: Session, interrupt: Interrupt, log: Log, bar: Progress) -> bo
     meter = Meter(session.loader.num_steps, processes.device)
     begun = time.monotonic() - state.seconds
     stop, words = False, ""
-    with closing(ReadAhead(session.loader.training(session.windows()))) as micros:
+    source = session.loader.source
+    # at the end the source goes first: the thread that reads ahead may be waiting for a row
+    with closing(ReadAhead(session.loader.training(session.windows()))) as micros, closing(source):
         for micro in micros:
             batch, counts = micro.batch.to(processes.device), micro.counts.to(processes.device)
             meter.add(engine.accumulate(batch, counts, micro.closes))
@@ -109,6 +121,8 @@ def _loop(session: Session, interrupt: Interrupt, log: Log, bar: Progress) -> bo
             if not math.isfinite(norm):
                 session.count_skipped()
             state.step += 1
+            if processes.is_main:
+                source.trained_past(state.step)
             state.tokens += micro.window.tokens
             meter.close_window(micro.window.tokens, taken=math.isfinite(norm))
             state.seconds, stop = processes.agree(time.monotonic() - begun, interrupt.asked)

@@ -20,11 +20,13 @@ from eagle_train.shards.manifest import rows_held
 from eagle_train.training.checkpoints import newest
 
 if TYPE_CHECKING:
-    from eagle_train.shards.reader import Shards
+    from eagle_train.shards.row_source import RowSource
 
 RECIPE, RECORD, LOCK = "recipe.yaml", "run.json", ".lock"
+STREAM = "shards"  # the folder of shards that pass by, where a run has such
 # What a run leaves in its folder; anything else there belongs to somebody else.
-_OWN = {RECIPE, RECORD, "metrics.jsonl", "checkpoints", "best", "last", "wandb", "tensorboard", "report.html"}
+_OWN = {RECIPE, RECORD, "metrics.jsonl", "checkpoints", "best", "last", "wandb", "tensorboard"}
+_OWN |= {"report.html", STREAM}
 # A resumed run may not change these: what the head is, which rows a step sees, what a checkpoint holds.
 _FIXED = (
     "head.",
@@ -37,8 +39,8 @@ _FIXED = (
 )
 
 
-def fingerprint(shards: Shards) -> str:
-    """Return a text that agrees exactly when two shard folders give the same rows and features."""
+def fingerprint(shards: RowSource) -> str:
+    """Return a text that agrees exactly when two sources give the same rows and features."""
     return rows_held(shards.info)
 
 
@@ -95,15 +97,10 @@ def _names(folder: Path) -> list[str]:
         raise os_error(folder, error) from error
 
 
-def decide(
-    out: Path, recipe: Recipe, shards: Shards, resume: bool, init_from: str | None
-) -> tuple[Path | None, str | None]:
-    """Return the checkpoint to go on from, None for a new run, and the head that the run began with.
+def look(out: Path, resume: bool, init_from: str | None) -> Path | None:
+    """Return the newest checkpoint of the run in `out`, None where none is; nothing is written.
 
-    Raises UserError where neither starting nor going on is right.
-
-    The same command on a folder that it began in continues there. Other settings need `resume`, and may
-    then change anything but the head, the data order and the held-out split.
+    Raises UserError for a folder in which a run may neither begin nor go on.
     """
     if resume and init_from is not None:
         raise UserError(
@@ -117,12 +114,24 @@ def decide(
             raise UserError(f"{out}: holds checkpoints without a {RECIPE}; choose another --out")
         if foreign := sorted(name for name in _names(out) if name not in _OWN and not name.startswith(".")):
             raise UserError(f"{out}: holds other files ({foreign[0]}); choose an empty or new --out")
-        return None, init_from
+    return found
+
+
+def decide(out: Path, recipe: Recipe, shards: RowSource, resume: bool, init_from: str | None) -> str | None:
+    """Return the head that the run in `out` begins or began with, None for a new one.
+
+    Raises UserError where neither starting nor going on is right, in a folder that `look` lets pass.
+
+    The same command on a folder that it began in continues there. Other settings need `resume`, and may
+    then change anything but the head, the data order and the held-out split.
+    """
+    if not (out / RECIPE).is_file():
+        return init_from
     record = read_json(out / RECORD, "choose another --out")
     if record.get("shards") != fingerprint(shards):
         raise UserError(
-            f"{out}: trained on other shards ({record.get('shards')}, these are {fingerprint(shards)}); "
-            "choose another --out, or start from its head with --init-from"
+            f"{out}: trained on other shards or rows ({record.get('shards')}, these are "
+            f"{fingerprint(shards)}); choose another --out, or start from its head with --init-from"
         )
     try:
         before = load_recipe(out / RECIPE)
@@ -142,11 +151,11 @@ def decide(
         )
     if resume and words:
         print(f"{out}: going on with {', '.join(words)}", file=sys.stderr)
-    return found, record.get("init_from")
+    return record.get("init_from")
 
 
 def record_run(
-    out: Path, recipe: Recipe, shards: Shards, init_from: str | None, details: dict[str, Any]
+    out: Path, recipe: Recipe, shards: RowSource, init_from: str | None, details: dict[str, Any]
 ) -> None:
     """Write run.json, then recipe.yaml, whose presence says that `out` holds a run."""
     make_folder(out)
@@ -156,6 +165,7 @@ def record_run(
             "recipe": recipe.name,
             "shards": fingerprint(shards),
             "shards_folder": str(shards.folder),
+            "rows_fingerprint": shards.info.get("rows_fingerprint"),
             "target": shards.info["target"],
             "init_from": init_from,
             "tool_version": tool_version(),

@@ -13,7 +13,7 @@ import torch
 from eagle_train.config import Recipe
 from eagle_train.errors import UserError
 from eagle_train.losses.acceptance import AcceptanceCounts
-from eagle_train.shards.reader import Shards, open_shards
+from eagle_train.shards.row_source import RowSource
 from eagle_train.shards.sampler import Plan, Window
 from eagle_train.training import build, checkpoints, run_folder
 from eagle_train.training.checkpoints import State
@@ -23,6 +23,7 @@ from eagle_train.training.interrupt import Interrupt
 from eagle_train.training.loader import Loader
 from eagle_train.training.optim import lr_factor
 from eagle_train.training.processes import Processes, pick_precision
+from eagle_train.training.source import LiveTarget, open_source, order_of
 from eagle_train.training.zero import ZeroEngine, read_zero_config
 
 if TYPE_CHECKING:
@@ -44,6 +45,7 @@ class Session:
     num_steps: int | None  # None: by the clock alone
     state: State = field(default_factory=State)
     facts: dict[str, Any] = field(default_factory=dict)
+    features: str = ""  # how rows come by their features, '' from finished shards
     held: run_folder.Lock | None = None  # the lock of the run folder, until this session is gone
 
     def windows(self) -> Iterator[Window]:
@@ -130,6 +132,8 @@ class Session:
         )
         if facts["rows_without_labels"]:
             text += f"; {facts['rows_without_labels']:,} rows left out, whose answers are single tokens"
+        if self.features:
+            text += f"\n{self.out}: {self.features}"
         if self.state.step:
             done = ", where it is finished" if self.finished else ""
             text += f"\n{self.out}: going on from step {self.state.step:,}{done}"
@@ -184,34 +188,40 @@ class Session:
 
 def open_session(
     processes: Processes,
-    shards_folder: Path,
+    place: Path,
     recipe: Recipe,
     out: Path,
     *,
+    live: LiveTarget | None = None,
     resume: bool = False,
     init_from: str | None = None,
     deepspeed: str | None = None,
 ) -> Session:
-    """Build a new run, or load the newest checkpoint of the one in `out`. Raises UserError."""
-    device = processes.device
-    dtype = pick_precision(recipe.run.precision, device)
-    shards = open_shards(shards_folder, rank=processes.rank, world=processes.world, dtype=dtype)
-    build.check_shards(recipe, shards)
+    """Build a new run, or load the newest checkpoint of the one in `out`. Raises UserError.
+
+    `place` holds shards, or rows where a `live` target computes their features.
+    """
+    dtype = pick_precision(recipe.run.precision, processes.device)
     held = run_folder.lock(out) if processes.is_main else None
+    source: RowSource | None = None
     try:
-        checkpoint, init_from = run_folder.decide(out, recipe, shards, resume, init_from)
-        session = build_session(processes, shards, recipe, out, checkpoint, init_from, deepspeed)
+        checkpoint = run_folder.look(out, resume, init_from)
+        source = open_source(place, recipe, processes, dtype, live)
+        init_from = run_folder.decide(out, recipe, source, resume, init_from)
+        session = build_session(processes, source, recipe, out, checkpoint, init_from, deepspeed)
     except BaseException:
+        if source is not None:
+            source.close()
         run_folder.release(out, held)
         raise
     session.held = held
-    _write_start(session, shards, checkpoint, init_from)
+    _write_start(session, source, checkpoint, init_from)
     return session
 
 
 def build_session(
     processes: Processes,
-    shards: Shards,
+    source: RowSource,
     recipe: Recipe,
     out: Path,
     checkpoint: Path | None,
@@ -219,16 +229,16 @@ def build_session(
     deepspeed: str | None,
 ) -> Session:
     """Build one process's part of a run in memory, from `checkpoint`, a head or anew. Writes nothing."""
-    train_rows, held_out, facts = rows_of(shards, recipe)
+    train_rows, held_out, facts = rows_of(source, recipe, source.folder)
     device, run = processes.device, recipe.run
     dtype = pick_precision(run.precision, device)
-    frozen = shards.frozen_target()
+    frozen = source.frozen_target()
     if checkpoint is not None:
         head = checkpoints.read_head(checkpoint)
     elif init_from is not None:
-        head = build.warm_head(init_from, recipe, shards, frozen)
+        head = build.warm_head(init_from, recipe, source, frozen)
     else:
-        head = build.new_head(recipe, shards, frozen)
+        head = build.new_head(recipe, source, frozen)
     head.to(device)
     frozen = frozen.to(device, dtype)
     step = build.head_step(head, frozen, recipe)
@@ -239,15 +249,9 @@ def build_session(
         engine = ZeroEngine(processes, step, recipe.optim, dtype, read_zero_config(deepspeed))
     if checkpoint is not None:
         engine.load(checkpoint)
-    plan = Plan(
-        tuple(train_rows),
-        tuple(int(shards.lengths[row]) for row in train_rows),
-        run.seed,
-        recipe.data.tokens_per_step,
-        recipe.data.rows_per_step,
-    )
+    plan = order_of(recipe, train_rows, source.lengths)
     loader = Loader(
-        shards,
+        source,
         recipe.head.kind,
         step.num_steps,
         recipe.data.micro_tokens,
@@ -271,21 +275,22 @@ def build_session(
         facts={
             "num_parameters": build.num_parameters(head),
             "draft_vocab_size": head.config.draft_vocab_size,
-            "coverage": round(build.vocabulary_coverage(head, shards), 5),
+            "coverage": round(build.vocabulary_coverage(head, source), 5),
             "precision": str(dtype).removeprefix("torch."),
             "device": device.type,
             "processes": processes.world,
             "deepspeed": deepspeed,
             **facts,
         },
+        features=source.keep(held_out),
     )
 
 
-def _write_start(session: Session, shards: Shards, checkpoint: Path | None, init_from: str | None) -> None:
+def _write_start(session: Session, source: RowSource, checkpoint: Path | None, init_from: str | None) -> None:
     """Let the main process write the run's records, once every process has decided what to do."""
     session.processes.wait()
     if session.processes.is_main:
-        run_folder.record_run(session.out, session.recipe, shards, init_from, session.facts)
+        run_folder.record_run(session.out, session.recipe, source, init_from, session.facts)
         checkpoints.sweep(session.out, session.state.step)
         if checkpoint is not None:
             checkpoints.point(session.out, session.state)

@@ -13,7 +13,7 @@ from eagle_train.heads.eagle3 import Eagle3Head
 from eagle_train.targets.load import load_target
 
 if TYPE_CHECKING:
-    from eagle_train.shards.reader import Shards
+    from eagle_train.shards.row_source import RowSource
 
 _COPIED = (
     "self_attn.o_proj.weight",
@@ -26,7 +26,7 @@ _WIDENED = ("self_attn.q_proj.weight", "self_attn.k_proj.weight", "self_attn.v_p
 _NORMS = ("self_attn.q_norm.weight", "self_attn.k_norm.weight")
 
 
-def start_from_layer(head: Head, shards: Shards, index: int) -> None:
+def start_from_layer(head: Head, shards: RowSource, index: int) -> None:
     """Copy layer `index` (from 0) of the shards' target into the head's first layer.
 
     An EAGLE-3 layer reads the embedding beside the hidden state: the target's q, k and v become the half

@@ -16,7 +16,7 @@ from eagle_train.heads.config import HeadConfig
 from eagle_train.heads.disk import Head, build_head
 from eagle_train.losses.acceptance import AcceptanceCounts, chain_hits, greedy_chain
 from eagle_train.shards.batches import PackedBatch, pack
-from eagle_train.shards.reader import ShardRow
+from eagle_train.shards.row_source import ShardRow
 from eagle_train.targets.capture import FeatureTap
 from eagle_train.targets.load import Target, load_target
 from eagle_train.training.eagle1_step import Eagle1Step

@@ -14,6 +14,7 @@ from eagle_train.recipe_files import load_recipe
 from eagle_train.shards.reader import Shards
 from eagle_train.training.loop import train
 from eagle_train.training.processes import leave_processes
+from eagle_train.training.source import LiveTarget
 
 # A large epsilon makes AdamW smooth in the gradient, so weights can be compared closely; clipping would hide
 # a wrong scale of the gradient.
@@ -36,12 +37,24 @@ CASES = {
     "zero2, three rows a step": ["data.rows_per_step=3"],
     "zero3, one row a step": ["data.rows_per_step=1"],
     "zero3, one row is NaN": ["data.rows_per_step=4", "run.steps=5"],
+    "online, three rows a step": ["data.rows_per_step=3"],
     "zero2, bf16": ["data.rows_per_step=3", "run.precision=bf16"],
 }
 POISONED = 5  # the row, which is met in these steps once
 
 
-def run(name: str, shards: str, shards_eagle1: str, out: str) -> None:
+@dataclasses.dataclass(frozen=True)
+class Places:
+    """Where a case finds its data, and makes its folder."""
+
+    shards: str
+    shards_eagle1: str
+    rows: str
+    target: str
+    out: str
+
+
+def run(name: str, places: Places) -> None:
     """Train one case into out/NAME; a case named after a stage uses it, but in one process."""
     read = Shards.read
     stage = name.split(",")[0] if name.startswith("zero") and world_size() > 1 else None
@@ -49,8 +62,10 @@ def run(name: str, shards: str, shards_eagle1: str, out: str) -> None:
         Shards.read = _reading_nan(read)  # type: ignore[method-assign]
     try:
         recipe = load_recipe("eagle3-tiny", [*SETTINGS, *CASES[name]])
-        source = shards_eagle1 if "eagle1" in name else shards
-        train(source, recipe, Path(out) / name, deepspeed=stage, show=False)
+        source = places.shards_eagle1 if "eagle1" in name else places.shards
+        live = LiveTarget(places.target, "fp32") if name.startswith("online") else None
+        source = places.rows if live else source
+        train(source, recipe, Path(places.out) / name, live=live, deepspeed=stage, show=False)
     finally:
         Shards.read = read  # type: ignore[method-assign]
 
@@ -70,5 +85,5 @@ if __name__ == "__main__":
     with_deepspeed = find_spec("deepspeed") is not None
     for case in CASES:
         if with_deepspeed or not case.startswith("zero"):
-            run(case, *sys.argv[1:])
+            run(case, Places(*sys.argv[1:]))
     leave_processes()

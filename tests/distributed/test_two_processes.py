@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import os
@@ -37,14 +38,19 @@ def command(*words: str) -> subprocess.Popen:
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory, tiny_shards_dir, tiny_shards_eagle1_dir) -> Callable[[str], list[Path]]:
+def runs(
+    tmp_path_factory, tiny_shards_dir, tiny_shards_eagle1_dir, tiny_rows_dir, tiny_target_dir
+) -> Callable[[str], list[Path]]:
     """Every case of cases.py in one launch of two processes; return the run folders of one and of two."""
     out = tmp_path_factory.mktemp("processes")
-    words = [str(Path(cases.__file__)), str(tiny_shards_dir), str(tiny_shards_eagle1_dir), str(out / "two")]
-    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", *words]
+    sources = map(str, (tiny_shards_dir, tiny_shards_eagle1_dir, tiny_rows_dir, tiny_target_dir))
+    one = cases.Places(*sources, str(out / "one"))
+    two = dataclasses.replace(one, out=str(out / "two"))
+    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(Path(cases.__file__))]
+    launch += dataclasses.astuple(two)
     child = command(*launch)
     for name in cases.CASES:
-        cases.run(name, str(tiny_shards_dir), str(tiny_shards_eagle1_dir), str(out / "one"))
+        cases.run(name, one)
     _, stderr = child.communicate(timeout=300)
     assert child.returncode == 0, stderr
     assert "deprecated" not in stderr
@@ -78,6 +84,12 @@ def test_two_processes_equal_one_with_accumulation(name, runs):
     one, two = runs(name)
     assert json.loads((two / "run.json").read_text())["processes"] == 2
     assert_equal_runs(one, two)
+
+
+def test_two_processes_without_shards_equal_one_and_training_from_shards(runs):
+    one, two = runs("online, three rows a step")
+    assert_equal_runs(one, two)
+    assert_equal_runs(runs("three rows a step")[0], two)
 
 
 @pytest.mark.parametrize("name", ["zero2, three rows a step", "zero3, one row a step"])
