@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from eagle_cli.main import main
 
+from eagle_cli.main import main
 from eagle_train.errors import UserError
 from eagle_train.io import read_json
 from eagle_train.recipe_files import load_recipe
