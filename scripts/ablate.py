@@ -5,10 +5,11 @@
         "seven steps: loss.ttt_steps=7" "one step: loss.ttt_steps=1" "lk: loss.divergence=lk"
 
 A variant is a name and settings with commas between, after what --set says for all; `shards=DIR` among them
-takes other shards of the same conversations (features of other layers, answers of another source). Runs lie
-in OUT/NAME-SEED; typed again, finished ones are kept. Every final head is scored on the held-out
-conversations (a greedy chain, predicted without decoding). The intervals hold 95 % of 2,000 bootstrap
-samples that draw conversations and seeds anew; differences are to the first variant, on the same
+takes other shards (features of other layers, answers of another source). Runs lie in OUT/NAME-SEED; typed
+again, finished ones are kept. Every final head is scored by a greedy chain, predicted without decoding: on
+the held-out conversations, or on all of the shards that `--on` names, or `on=DIR` in a variant, which no
+variant may have trained on. Answers there should be the target's own. The intervals hold 95 % of 2,000
+bootstrap samples that draw conversations and seeds anew; differences are to the first variant, on the same
 conversations. Prints a Markdown table; --json for machines.
 """
 
@@ -43,27 +44,32 @@ class Variant:
     name: str
     settings: tuple[str, ...]
     shards: Path
+    on: Path | None = None  # the shards to score on; None = what training holds out
 
     @classmethod
-    def of(cls, text: str, shards: Path) -> Variant:
+    def of(cls, text: str, shards: Path, on: Path | None = None) -> Variant:
         name, colon, rest = text.partition(":")
         if not colon:
             raise UserError(f"{text}: wanted NAME: KEY=VALUE,KEY=VALUE")
-        settings = [word.strip() for word in rest.split(",") if word.strip()]
-        other = [word.removeprefix("shards=") for word in settings if word.startswith("shards=")]
-        kept = tuple(word for word in settings if not word.startswith("shards="))
-        return cls(name.strip(), kept, Path(other[-1]) if other else shards)
+        settings, places = [], {"shards": shards, "on": on}
+        for word in filter(None, (word.strip() for word in rest.split(","))):
+            key, _, value = word.partition("=")
+            if key in places:
+                places[key] = Path(value)
+            else:
+                settings.append(word)
+        return cls(name.strip(), tuple(settings), places["shards"] or shards, places["on"])
 
 
-def score(run: Path, shards_folder: Path, recipe: Recipe) -> dict[str, tuple[int, int]]:
-    """Return (rounds, tokens) of each held-out conversation for a run's last head."""
-    shards = open_shards(shards_folder)
-    _, held_out, _ = rows_of(shards, recipe, shards_folder)
+def score(run: Path, variant: Variant, recipe: Recipe) -> dict[str, tuple[int, int]]:
+    """Return (rounds, tokens) of each conversation that a run's last head is scored on."""
+    shards = open_shards(variant.on or variant.shards)
+    rows_there = range(len(shards)) if variant.on else rows_of(shards, recipe, variant.shards)[1]
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     head, frozen = read_head(run / "last").to(device), shards.frozen_target().to(device, torch.float32)
     loader = Loader(shards, recipe.head.kind, recipe.run.eval_gamma, recipe.data.micro_tokens)
     rows: dict[str, list[int]] = {}
-    for row in held_out:
+    for row in rows_there:
         rows.setdefault(shards.conversation_ids[row], []).append(row)
     found = {}
     for conversation, mine in rows.items():
@@ -130,7 +136,7 @@ def run_all(
             resolved = load_recipe(recipe, [*settings, *variant.settings, f"run.seed={seed}"])
             folder = out / f"{variant.name.replace(' ', '-')}-{seed}"
             train(variant.shards, resolved, folder, show=show)
-            scores.setdefault(variant.name, []).append(score(folder, variant.shards, resolved))
+            scores.setdefault(variant.name, []).append(score(folder, variant, resolved))
     return table(scores)
 
 
@@ -157,10 +163,11 @@ def main() -> int:
     parser.add_argument("--set", dest="settings", action="append", default=[])
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--on", type=Path, help="shards to score on")
     parser.add_argument("--json", action="store_true")
     given = parser.parse_args()
     try:
-        variants = [Variant.of(text, given.shards) for text in given.variants]
+        variants = [Variant.of(text, given.shards, given.on) for text in given.variants]
         lines = run_all(variants, given.recipe, given.settings, given.seeds, given.out)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)

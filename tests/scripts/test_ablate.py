@@ -26,6 +26,20 @@ def test_variants_are_trained_scored_and_kept(script, tmp_path, tiny_shards_dir)
     assert "| one step | 2 |" in ablate.as_markdown(lines)
 
 
+def test_heads_are_scored_on_every_row_of_other_shards(script, tmp_path, tiny_shards_dir):
+    ablate = script("ablate")
+    settings = [*SETTINGS, "run.seed=0"]
+    for text in ("of all:", f"of its own: on={tiny_shards_dir}"):
+        on = tiny_shards_dir if text == "of all:" else tmp_path / "none"
+        variant = ablate.Variant.of(text, tiny_shards_dir, on)
+        assert (variant.on, variant.settings) == (tiny_shards_dir, ())
+    (line,) = ablate.run_all([variant], "eagle3-tiny", settings, 1, tmp_path, show=False)
+    found = ablate.score(tmp_path / "of-its-own-0", variant, ablate.load_recipe("eagle3-tiny", settings))
+    shards = ablate.open_shards(tiny_shards_dir)
+    assert found.keys() == set(shards.conversation_ids)
+    assert line["tau"] == sum(t for _, t in found.values()) / sum(r for r, _ in found.values())
+
+
 def test_the_intervals_tell_a_real_difference_from_none(script):
     """30 conversations of 100 rounds, each with its own difficulty that all variants share."""
     ablate = script("ablate")
