@@ -84,6 +84,13 @@ def run(
         False, "--block", help="Accept chains of samples as a whole (block verification)."
     ),
     max_new_tokens: int = typer.Option(128, "--max-new-tokens", help="Tokens of each answer at most."),
+    batch: int = typer.Option(
+        1,
+        "--batch",
+        min=1,
+        max=256,
+        help="Decode so many prompts at once; speeds are then the whole batch's, plain decoding's too.",
+    ),
     dtype: options.Dtype = "auto",
     chat_template: options.ChatTemplate = None,
     predict: str | None = typer.Option(
@@ -197,6 +204,7 @@ def run(
         max_new_tokens=max_new_tokens,
         num_questions=num_questions,
         max_turns=max_turns,
+        batch=batch,
         dtype=dtype,
         chat_template=chat_template,
         trust_remote_code=trust_remote_code,

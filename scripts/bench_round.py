@@ -163,8 +163,8 @@ def main() -> None:
         return
     for one in found:
         print(
-            f"{one['draft']}: {one['rounds']} rounds, a round {one['round_ms']:.1f} ms, of it the head's forwards "
-            f"{one['head_ms']:.1f}, the target's own forward {one['forward_ms']:.1f}; "
+            f"{one['draft']}: {one['rounds']} rounds, a round {one['round_ms']:.1f} ms, of it the head's "
+            f"forwards {one['head_ms']:.1f}, the target's own forward {one['forward_ms']:.1f}; "
             f"ratio {one['ratio']:.3f} (goal {GOAL})"
         )
 

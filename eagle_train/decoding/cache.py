@@ -100,18 +100,26 @@ def tree_masks(config: Any, sees: Tensor, past: int, positions: Tensor, dtype: t
     [1, 1, n, past + n]; targets that mix full and sliding layers get a dict of two, which they take as it is.
     """
     seen = torch.cat([sees.new_ones(len(sees), past), sees], dim=1)
+    of_columns = torch.cat([torch.arange(past, device=positions.device), positions])
+    return masks(config, seen[None], positions[None], of_columns[None], dtype)
+
+
+def masks(config: Any, seen: Tensor, positions: Tensor, of_columns: Tensor, dtype: torch.dtype) -> Any:
+    """Return the additive masks [B, 1, n, C] of n nodes of B texts over C columns, as `tree_masks` does.
+
+    `seen` bool [B, n, C]; `positions` int64 [B, n] are the nodes', `of_columns` [B, C] those of the columns.
+    """
     full = _additive(seen, dtype)
     kinds, window = getattr(config, "layer_types", None), getattr(config, "sliding_window", None)
     if window is None or (kinds is not None and "sliding_attention" not in kinds):
         return full
-    of_rows = torch.cat([torch.arange(past, device=positions.device), positions])
-    windowed = _additive(seen & (positions[:, None] - of_rows < window), dtype)
+    windowed = _additive(seen & (positions[:, :, None] - of_columns[:, None] < window), dtype)
     return windowed if kinds is None else {"full_attention": full, "sliding_attention": windowed}
 
 
 def _additive(seen: Tensor, dtype: torch.dtype) -> Tensor:
     lowest = torch.finfo(dtype).min
-    return torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill_(~seen, lowest)[None, None]
+    return torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill_(~seen, lowest)[:, None]
 
 
 class HeadCache:

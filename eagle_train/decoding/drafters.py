@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Generator
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from eagle_train.decoding.asking import answered
 from eagle_train.decoding.cache import HeadCache
 from eagle_train.decoding.reader import Rows
 from eagle_train.decoding.sampling import Chance, Sampling, distribution, without
 from eagle_train.decoding.shapes import Chain, Dynamic, Sampled, Shape, Static
-from eagle_train.decoding.trees import StaticShape, Tree, grow_dynamic, grow_static
+from eagle_train.decoding.trees import Rows as Growth
+from eagle_train.decoding.trees import StaticShape, Tree, growing_dynamic, growing_static
 from eagle_train.errors import UserError
 from eagle_train.heads.disk import EagleHead, Head
+from eagle_train.heads.layer import Attend
 from eagle_train.heads.medusa import MedusaHead
 from eagle_train.targets.load import Target
 
@@ -40,6 +45,27 @@ class Drafter(Protocol):
         reads in the same forward and nobody verifies.
         """
         ...
+
+
+@dataclass(frozen=True)
+class Reading:
+    """Verified rows that a head is about to read, m of them."""
+
+    features: Tensor  # [m, F]
+    next_tokens: Tensor  # int64 [m], beside each row the token that follows
+    positions: Tensor  # int64 [m]
+    attend: Attend
+
+
+@dataclass(frozen=True)
+class Step:
+    """Drafted rows that a head is about to read, k of them."""
+
+    outs: Tensor  # [k, H], of the rows they continue
+    tokens: Tensor  # int64 [k], target ids
+    positions: Tensor  # int64 [k]
+    attend: Attend
+    seen: Tensor  # bool [k, drafted + k], the drafted rows that each one sees
 
 
 class HeadDrafter:
@@ -69,26 +95,36 @@ class HeadDrafter:
 
     def observe(self, rows: Rows) -> None:
         """Read true features into the cache; keep the last row's output, it guesses the root's children."""
+        reading = self.reading(rows)
+        last = torch.tensor([len(reading.positions) - 1], device=reading.features.device)
+        hidden = self.head.start(reading.features)  # (m, F) -> (m, H)
+        embeds = self.frozen.embed(reading.next_tokens)
+        out = self.head(hidden, embeds, reading.positions, reading.attend, rows=last)  # (1, H)
+        self.has_read(reading, out)
+
+    def reading(self, rows: Rows) -> Reading:
+        """Return what the head shall read of verified rows; the present draft is forgotten."""
         cache, m = self.cache, len(rows.tokens) - 1
         assert rows.start == cache.length, "rows must come in order, each once"
         self._check_length(rows.start + m)
         cache.drafted = 0
-        features = rows.last if rows.aux is None else rows.aux
-        hidden = self.head.start(features.to(rows.tokens.device))  # (m, F) -> (m, H)
-        positions = torch.arange(rows.start, rows.start + m, device=hidden.device)
-        mask = self._rows_mask(positions, rows.start, m, hidden.dtype)
+        features = (rows.last if rows.aux is None else rows.aux).to(rows.tokens.device)
+        positions = torch.arange(rows.start, rows.start + m, device=features.device)
+        mask = self._rows_mask(positions, rows.start, m, self.frozen.embedding.dtype)
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             seen = None if mask is None else mask[-len(q) :]
             return cache.attend(layer, q, k, v, seen, causal=len(q) > 1 and mask is None)
 
-        last = torch.tensor([m - 1], device=hidden.device)
         # next to row t stands x[t+1]: tokens[1:] are x[start+1] .. x[start+m]
-        out = self.head(hidden, self.frozen.embed(rows.tokens[1:]), positions, attend, rows=last)  # (1, H)
-        cache.length += m
-        self._root, self._outs = rows.tokens[-1], out
-        self._seen = torch.zeros(1, 0, dtype=torch.bool, device=hidden.device)
-        self._positions = positions[-1:]
+        return Reading(features, rows.tokens[1:], positions, attend)
+
+    def has_read(self, reading: Reading, out: Tensor) -> None:
+        """Take note of the output [1, H] at the last row of a reading."""
+        self.cache.length += len(reading.positions)
+        self._root, self._outs = reading.next_tokens[-1], out
+        self._seen = torch.zeros(1, 0, dtype=torch.bool, device=out.device)
+        self._positions = reading.positions[-1:]
 
     def _rows_mask(self, positions: Tensor, start: int, m: int, dtype: torch.dtype) -> Tensor | None:
         """Return the additive mask of m true rows [m or 1, start + m]; None where plain causality does.
@@ -108,26 +144,33 @@ class HeadDrafter:
 
     def propose(self) -> Tree:
         """Draft a tree below the last token observed."""
-        first, shape = self.head.logits(self._outs[0], self.frozen), self.shape  # (D,)
+        first = self.head.logits(self._outs[0], self.frozen)  # (D,)
+        return answered(self.drafting(first), lambda rows: self._expand(*rows))
+
+    @property
+    def last_out(self) -> Tensor:
+        """The head's output [H] at the last verified row."""
+        return self._outs[0]
+
+    def drafting(self, first: Tensor) -> Generator[Growth, Tensor, Tree]:
+        """`propose` from the logits [D] of the last verified row, yielding the rows to expand."""
+        shape = self.shape
         if isinstance(shape, Chain) and (shape.stop or not self.sampling.greedy):
-            return self._sampled(first, (1,) * shape.gamma, shape.stop)
+            return (yield from self._sampled(first, (1,) * shape.gamma, shape.stop))
         if isinstance(shape, Sampled) and not self.sampling.greedy:
-            return self._sampled(first, shape.widths)
+            return (yield from self._sampled(first, shape.widths))
         if isinstance(shape, Dynamic):
-            draft_ids, parents, _ = grow_dynamic(
-                first,
-                self._expand,
-                total_tokens=shape.total_tokens,
-                top_k=shape.top_k,
-                depth=shape.depth,
-            )
+            sizes = {"total_tokens": shape.total_tokens, "top_k": shape.top_k, "depth": shape.depth}
+            draft_ids, parents, _ = yield from growing_dynamic(first, **sizes)
         else:
             assert self._static is not None
-            draft_ids, parents = grow_static(first, self._expand, self._static)
+            draft_ids, parents = yield from growing_static(first, self._static)
         ids = torch.cat([self._root[None], self.head.target_ids(draft_ids)])
         return Tree(tuple(ids.tolist()), parents)
 
-    def _sampled(self, logits: Tensor, widths: tuple[int, ...], stop: float = 0.0) -> Tree:
+    def _sampled(
+        self, logits: Tensor, widths: tuple[int, ...], stop: float = 0.0
+    ) -> Generator[Growth, Tensor, Tree]:
         """Draw children from the head's law after the target's temperature, top-k and top-p.
 
         `logits` [D] are those of the last verified row. Whether guess i of a chain is made depends on the law
@@ -153,7 +196,7 @@ class HeadDrafter:
             nodes = grown
             if depth + 1 < len(widths):
                 at = self._root.device
-                rows = self._expand(torch.tensor(drawn, device=at), torch.tensor(below, device=at))
+                rows = yield torch.tensor(drawn, device=at), torch.tensor(below, device=at)
                 slots = list(range(first_slot, first_slot + len(drawn)))
                 first_slot += len(drawn)
         return Tree(tuple(tokens), tuple(parents), (*q, *[None] * (len(tokens) - len(q))))
@@ -172,6 +215,14 @@ class HeadDrafter:
 
     def _expand(self, draft_ids: Tensor, slots: Tensor) -> Tensor:
         """Run the head on k drafted tokens below the rows in `slots`; return their logits [k, D]."""
+        step = self.step(draft_ids, slots)
+        embeds = self.frozen.embed(step.tokens)
+        out = self.head(self.head.carry(step.outs), embeds, step.positions, step.attend)  # (k, H)
+        self.has_drafted(step, out)
+        return self.head.logits(out, self.frozen)
+
+    def step(self, draft_ids: Tensor, slots: Tensor) -> Step:
+        """Return what the head shall read of k drafted tokens below the rows in `slots`."""
         cache, k = self.cache, len(draft_ids)
         own = torch.eye(k, dtype=torch.bool, device=slots.device)
         seen = torch.cat([self._seen[slots], own], dim=1)  # (k, drafted + k)
@@ -182,18 +233,19 @@ class HeadDrafter:
             verified = torch.arange(cache.length, device=slots.device)
             behind = positions[:, None] - torch.cat([verified, self._positions[1:], positions])
             mask.masked_fill_(behind >= window, -torch.inf)
-        out = self.head(
-            self.head.carry(self._outs[slots]),
-            self.frozen.embed(self.head.target_ids(draft_ids)),
-            positions,
-            lambda layer, q, key, value: cache.attend(layer, q, key, value, mask, causal=False),
-        )  # (k, H)
-        cache.drafted += k
-        earlier = torch.nn.functional.pad(self._seen, (0, k))
-        self._seen = torch.cat([earlier, seen])
+
+        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            return cache.attend(layer, q, k, v, mask, causal=False)
+
+        return Step(self._outs[slots], self.head.target_ids(draft_ids), positions, attend, seen)
+
+    def has_drafted(self, step: Step, out: Tensor) -> None:
+        """Take note of a step's outputs [k, H]: rows in the next free slots."""
+        self.cache.drafted += len(out)
+        earlier = torch.nn.functional.pad(self._seen, (0, len(out)))
+        self._seen = torch.cat([earlier, step.seen])
         self._outs = torch.cat([self._outs, out])
-        self._positions = torch.cat([self._positions, positions])
-        return self.head.logits(out, self.frozen)
+        self._positions = torch.cat([self._positions, step.positions])
 
     def _check_length(self, length: int) -> None:
         longest = self.head.config.max_position_embeddings

@@ -1,9 +1,11 @@
-"""The target's law after each node of a tree that it has just read."""
+"""The target's law after each node of the trees that it has just read."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cached_property
+from itertools import accumulate
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -55,6 +57,59 @@ class TargetLaw:
         if penalty == 1:
             return logits
         return penalised(logits, [*self._text, *self._tree.words(node)], penalty)
+
+
+class LawsTogether:
+    """The same for the trees of several texts, asked at one node of each at a time.
+
+    Few rows are run through the output map at once, as on a GPU all are; else only those that are asked for.
+    """
+
+    def __init__(
+        self,
+        target: Target,
+        sampling: Sampling,
+        texts: Sequence[Sequence[int]],
+        trees: Sequence[Tree],
+        lasts: Sequence[Tensor],
+    ) -> None:
+        self._target, self._sampling, self._texts, self._trees = target, sampling, texts, trees
+        self._lasts = lasts  # each [n, H]
+        self._starts = [0, *accumulate(map(len, lasts))]  # of each tree in `_all`
+
+    def __call__(self, asked: dict[int, int]) -> dict[int, Any]:
+        """Return what follows each asked node, by text: when greedy the best token, else the law p [V]."""
+        sampling = self._sampling
+        if sampling.greedy and sampling.repetition_penalty == 1 and self._at_once:
+            return {text: self._best_of_all[self._starts[text] + node] for text, node in asked.items()}
+        logits = self._logits(asked)  # (k, V)
+        if sampling.greedy:
+            return dict(zip(asked, logits.argmax(-1).tolist(), strict=True))
+        return dict(zip(asked, distribution(logits, sampling), strict=True))
+
+    def _logits(self, asked: dict[int, int]) -> Tensor:
+        if self._at_once:
+            logits = self._all[[self._starts[text] + node for text, node in asked.items()]]
+        else:
+            rows = torch.stack([self._lasts[text][node] for text, node in asked.items()])
+            logits = logits_of_rows(self._target, rows)
+        penalty = self._sampling.repetition_penalty
+        if penalty == 1:
+            return logits
+        words = ([*self._texts[text], *self._trees[text].words(node)] for text, node in asked.items())
+        return torch.stack([penalised(*one, penalty) for one in zip(logits, words, strict=True)])
+
+    @property
+    def _at_once(self) -> bool:
+        return self._lasts[0].device.type != "cpu" or self._starts[-1] <= MOST_AT_ONCE
+
+    @cached_property
+    def _all(self) -> Tensor:
+        return logits_of_rows(self._target, torch.cat(list(self._lasts)))
+
+    @cached_property
+    def _best_of_all(self) -> list[int]:
+        return self._all.argmax(-1).tolist()
 
 
 def logits_of_rows(target: Target, rows: Tensor) -> Tensor:

@@ -87,15 +87,10 @@ def generate(
     x[0..b] is the text so far; the target has read x[0..b-1], so x[b] is the root of the next tree.
     """
     chance = chance or SeededChance(settings.seed)
-    answer = _Answer(target, settings, on_tokens)
-    prompt = _checked(target, prompt_ids, settings)
-    drafter.begin(chance)
+    answer = Answer(target, settings, on_tokens)
+    prompt = checked(target, prompt_ids, settings)
     with TargetReader(target, drafter.layer_ids) as reader, _Clock(target, answer.made) as clock:
-        for start, seen in reader.read_prompt(prompt, settings.prefill_chunk):
-            end = start + len(seen.last)
-            if end == len(prompt):
-                answer.add([_pick(target, prompt, seen.last[-1], settings.sampling, chance)], None)
-            drafter.observe(reader.rows(start, [*prompt, *answer.made.ids][start : end + 1], seen))
+        prefill(reader, drafter, prompt, answer, settings, chance)
         clock.prefill_ends()
         while not answer.finished:
             tree = drafter.propose()
@@ -119,18 +114,35 @@ def plain(
 ) -> Generation:
     """Continue a prompt with the target alone, one token per forward. Has no rounds."""
     chance = chance or SeededChance(settings.seed)
-    answer = _Answer(target, settings, on_tokens)
-    prompt = _checked(target, prompt_ids, settings)
+    answer = Answer(target, settings, on_tokens)
+    prompt = checked(target, prompt_ids, settings)
     with TargetReader(target, ()) as reader, _Clock(target, answer.made) as clock:
-        for _, seen in reader.read_prompt(prompt, settings.prefill_chunk):
-            last = seen.last[-1]
-        answer.add([_pick(target, prompt, last, settings.sampling, chance)], None)
+        prefill(reader, None, prompt, answer, settings, chance)
         clock.prefill_ends()
         while not answer.finished:
             last = reader.read(answer.made.ids[-1:]).last[-1]
             text = [*prompt, *answer.made.ids]
             answer.add([_pick(target, text, last, settings.sampling, chance)], None)
     return answer.made
+
+
+def prefill(
+    reader: TargetReader,
+    drafter: Drafter | None,
+    prompt: list[int],
+    answer: Answer,
+    settings: Settings,
+    chance: Chance,
+) -> None:
+    """Read a prompt in chunks, choose the answer's first token, and let the drafter observe it all."""
+    if drafter is not None:
+        drafter.begin(chance)
+    for start, seen in reader.read_prompt(prompt, settings.prefill_chunk):
+        end = start + len(seen.last)
+        if end == len(prompt):
+            answer.add([_pick(reader.target, prompt, seen.last[-1], settings.sampling, chance)], None)
+        if drafter is not None:
+            drafter.observe(reader.rows(start, [*prompt, *answer.made.ids][start : end + 1], seen))
 
 
 def _verify(tree: Tree, law: TargetLaw, settings: Settings, chance: Chance) -> tuple[list[int], int]:
@@ -148,14 +160,15 @@ def _pick(target: Target, text: list[int], last: Tensor, sampling: Sampling, cha
     return int(logits.argmax()) if sampling.greedy else chance.choose(distribution(logits, sampling))
 
 
-def _checked(target: Target, prompt_ids: Sequence[int], settings: Settings) -> list[int]:
+def checked(target: Target, prompt_ids: Sequence[int], settings: Settings) -> list[int]:
+    """Return the prompt's ids. Raises UserError for an empty one, and for one that leaves no room."""
     if not len(prompt_ids):
         raise UserError("prompt: got no tokens, wanted at least one")
     checkpoint.check_length(target.config, len(prompt_ids) + settings.max_new_tokens, "prompt and answer")
     return [int(token) for token in prompt_ids]
 
 
-class _Answer:
+class Answer:
     """Tokens emitted so far, cut at the first end-of-sequence token and at max_new_tokens."""
 
     def __init__(self, target: Target, settings: Settings, on_tokens: OnTokens | None) -> None:
@@ -164,6 +177,7 @@ class _Answer:
 
     @property
     def finished(self) -> bool:
+        """True once nothing more is emitted."""
         return self.made.ended or len(self.made.ids) >= self._limit
 
     def add(self, tokens: list[int], accepted: int | None) -> None:
@@ -181,25 +195,27 @@ class _Answer:
             self._on_tokens(emitted, min(accepted or 0, len(emitted)))
 
 
+def now(device: torch.device) -> float:
+    """Return the time in seconds once the device has done all its work."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
+
+
 class _Clock:
     """Times the prefill (the drafter's reading of the prompt included) and the rest."""
 
     def __init__(self, target: Target, made: Generation) -> None:
         self._device, self._made = target.device, made
 
-    def _now(self) -> float:
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
-        return time.perf_counter()
-
     def __enter__(self) -> _Clock:
-        self._started = self._now()
+        self._started = now(self._device)
         return self
 
     def prefill_ends(self) -> None:
-        self._prefilled = self._now()
+        self._prefilled = now(self._device)
         self._made.prefill_seconds = self._prefilled - self._started
 
     def __exit__(self, *error: object) -> None:
         if error[0] is None:
-            self._made.decode_seconds = self._now() - self._prefilled
+            self._made.decode_seconds = now(self._device) - self._prefilled

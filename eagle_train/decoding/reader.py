@@ -82,14 +82,9 @@ class TargetReader:
 
         `token` is the one that follows. Returns the kept rows for the drafter.
         """
-        kept = [0, *path]
-        start = self.cache.length - len(tree)
+        start, kept = self.cache.length - len(tree), [0, *path]
         self.cache.keep(start, kept)
-        rows = torch.tensor(kept, device=captured.last.device)
-        tokens = [*(tree.tokens[node] for node in kept), token]
-        aux = None if captured.aux is None else captured.aux[rows]
-        own = captured.last[len(tree) - tree.own :] if tree.own else None
-        return Rows(start, self._ids(tokens)[0], aux, captured.last[rows], own)
+        return kept_rows(start, tree, path, token, captured, self.target.device)
 
     def rows(self, start: int, tokens: Sequence[int], captured: Captured) -> Rows:
         """Join features [m, ..] with the m+1 tokens from `start` on."""
@@ -101,3 +96,18 @@ class TargetReader:
     @staticmethod
     def _unbatched(captured: Captured) -> Captured:
         return Captured(None if captured.aux is None else captured.aux[0], captured.last[0])
+
+
+def kept_rows(
+    start: int, tree: Tree, path: Sequence[int], token: int, captured: Captured, device: torch.device
+) -> Rows:
+    """Return the rows from `start` on of a tree's root and its accepted path; `token` follows them.
+
+    The tokens go to `device`, the features stay where they are.
+    """
+    kept = [0, *path]
+    rows = torch.tensor(kept, device=captured.last.device)
+    tokens = torch.tensor([*(tree.tokens[node] for node in kept), token], device=device)
+    aux = None if captured.aux is None else captured.aux[rows]
+    own = captured.last[len(tree) - tree.own :] if tree.own else None
+    return Rows(start, tokens, aux, captured.last[rows], own)

@@ -1,13 +1,14 @@
 """Trees of guesses: the record that verification reads, and the two ways to choose their shape.
 
 A shape is grown through one function, `expand`, that runs the head on a few rows and returns their logits,
-so nothing here knows what a head is.
+so nothing here knows what a head is. The `growing_` functions yield what they would call it with instead, so
+that the trees of several texts grow in step.
 """
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -15,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from eagle_train.decoding.asking import answered
 from eagle_train.errors import UserError
 
 Expand = Callable[[Tensor, Tensor], Tensor]
@@ -23,6 +25,8 @@ Expand = Callable[[Tensor, Tensor], Tensor]
 Slot 0 is the last verified row, which guesses the root's children. Each call appends k rows, which take the
 next free slots in order; a row reads its own token and continues the row in its parent's slot.
 """
+Rows = tuple[Tensor, Tensor]
+"""What `expand` is called with."""
 
 
 @dataclass(frozen=True)
@@ -170,6 +174,13 @@ def grow_static(logits: Tensor, expand: Expand, shape: StaticShape) -> tuple[Ten
     Returns the draft ids of nodes 1.. (int64 [n-1]) and all parents. A draft vocabulary with fewer tokens
     than the highest rank is refused.
     """
+    return answered(growing_static(logits, shape), lambda rows: expand(*rows))
+
+
+def growing_static(
+    logits: Tensor, shape: StaticShape
+) -> Generator[Rows, Tensor, tuple[Tensor, tuple[int, ...]]]:
+    """`grow_static`, yielding the rows to expand."""
     needed = max(shape.ranks) + 1
     if needed > logits.shape[-1]:
         raise UserError(
@@ -183,7 +194,7 @@ def grow_static(logits: Tensor, expand: Expand, shape: StaticShape) -> tuple[Ten
         tokens.append(best[rows, ranks])
         if expanded:
             chosen = torch.tensor(expanded, device=logits.device)
-            rows_of_logits = expand(tokens[-1][chosen], first_slot + rows[chosen])
+            rows_of_logits = yield tokens[-1][chosen], first_slot + rows[chosen]
             first_slot, next_slot = next_slot, next_slot + len(expanded)
     return torch.cat(tokens), shape.parents
 
@@ -201,6 +212,14 @@ def grow_dynamic(
     A child never scores above its parent and is found after it, so a stable sort keeps parents first even in
     ties; and once no frontier node beats the worst kept node, nothing below can enter, so growing stops.
     """
+    growing = growing_dynamic(logits, total_tokens=total_tokens, top_k=top_k, depth=depth)
+    return answered(growing, lambda rows: expand(*rows))
+
+
+def growing_dynamic(
+    logits: Tensor, *, total_tokens: int, top_k: int, depth: int
+) -> Generator[Rows, Tensor, tuple[Tensor, tuple[int, ...], Tensor]]:
+    """`grow_dynamic`, yielding the rows to expand."""
     keep = total_tokens - 1
     width = min(top_k, logits.shape[-1])  # children of a node
     beam_scores, beam_ids = logits.float().log_softmax(-1).topk(width)  # (k,)
@@ -211,7 +230,7 @@ def grow_dynamic(
     for _ in range(1, depth):
         if len(scores) >= keep and beam_scores[0] <= scores.topk(keep).values[-1]:
             break
-        rows = expand(beam_ids, beam_slots)  # (k, D)
+        rows = yield beam_ids, beam_slots  # (k, D)
         child_scores, child_ids = rows.float().log_softmax(-1).topk(width)  # (k, width)
         child_scores, child_ids = (beam_scores[:, None] + child_scores).flatten(), child_ids.flatten()
         found, best = len(scores), child_scores.sort(descending=True, stable=True).indices[:top_k]

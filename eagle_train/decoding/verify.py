@@ -2,30 +2,40 @@
 
 Every rule walks the tree from the root, asks for the target's output at the nodes it reaches and at no other,
 and returns the accepted nodes and one more token drawn from the target. The law meant is always the one after
-temperature, top-k and top-p, the last token's included.
+temperature, top-k and top-p, the last token's included. The `walk_` functions yield the nodes they ask at, so
+that the trees of several texts are walked in step.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 
 from torch import Tensor
 
+from eagle_train.decoding.asking import answered
 from eagle_train.decoding.sampling import Chance, scaled, without
 from eagle_train.decoding.trees import Tree
 
+Stood = tuple[list[int], int]
+"""The accepted nodes from the root's child down, and the token that follows them."""
 
-def verify_greedy(tree: Tree, best_after: Callable[[int], int]) -> tuple[list[int], int]:
+
+def verify_greedy(tree: Tree, best_after: Callable[[int], int]) -> Stood:
     """Follow the target's own best tokens down the tree.
 
     `best_after(node)` is the target's best token after reading the node. Returns (accepted nodes from the
     root's child down, the best token after the last of them).
     """
-    path, token = [], best_after(0)
+    return answered(walk_greedy(tree), best_after)
+
+
+def walk_greedy(tree: Tree) -> Generator[int, int, Stood]:
+    """`verify_greedy`, asking for the best token after each node it comes to."""
+    path, token = [], (yield 0)
     node = _child_with(tree, 0, token)
     while node is not None:
         path.append(node)
-        token = best_after(node)
+        token = yield node
         node = _child_with(tree, node, token)
     return path, token
 
@@ -34,7 +44,7 @@ def _child_with(tree: Tree, node: int, token: int) -> int | None:
     return next((child for child in tree.children[node] if tree.tokens[child] == token), None)
 
 
-def verify_sampled(tree: Tree, law_after: Callable[[int], Tensor], chance: Chance) -> tuple[list[int], int]:
+def verify_sampled(tree: Tree, law_after: Callable[[int], Tensor], chance: Chance) -> Stood:
     """Accept guesses so that the emitted tokens follow the target's law exactly.
 
     `law_after(node)` is the target's law p [V] of the token after the node. A child x is accepted
@@ -48,10 +58,15 @@ def verify_sampled(tree: Tree, law_after: Callable[[int], Tensor], chance: Chanc
 
     Returns (accepted nodes from the root's child down, one more token from what is left of p).
     """
+    return answered(walk_sampled(tree, chance), law_after)
+
+
+def walk_sampled(tree: Tree, chance: Chance) -> Generator[int, Tensor, Stood]:
+    """`verify_sampled`, asking for the law after each node it comes to."""
     path: list[int] = []
     node = 0
     while True:
-        p, q = law_after(node), tree.q[node] if tree.q is not None else None
+        p, q = (yield node), tree.q[node] if tree.q is not None else None
         for child in tree.children[node]:
             token = tree.tokens[child]
             share = p[token] if q is None else p[token] / q[token]
@@ -76,7 +91,7 @@ def _residual(p: Tensor, q: Tensor, share: float = 1.0) -> Tensor:
     return (share * p - q).clamp_min(0)
 
 
-def verify_block(tree: Tree, law_after: Callable[[int], Tensor], chance: Chance) -> tuple[list[int], int]:
+def verify_block(tree: Tree, law_after: Callable[[int], Tensor], chance: Chance) -> Stood:
     """Accept the longest beginning of a chain of samples that may stand; the law stays the target's.
 
     Node i holds guess x_i, drawn from q_i = tree.q[i-1]; p_i is the target's law there. With P_0 = 1 and
@@ -85,10 +100,17 @@ def verify_block(tree: Tree, law_after: Callable[[int], Tensor], chance: Chance)
     longest that does is kept. Never keeps fewer guesses in expectation than one decision per guess.
     Source: Sun et al. 2024, Block Verification Accelerates Speculative Decoding (arXiv 2403.10444).
     """
+    return answered(walk_block(tree, chance), law_after)
+
+
+def walk_block(tree: Tree, chance: Chance) -> Generator[int, Tensor, Stood]:
+    """`verify_block`, asking for the law after every node of the chain."""
     assert tree.q is not None
     assert tree.is_chain, "block verification is for a chain of samples"
     gamma = len(tree) - 1 - tree.own
-    p = [law_after(node) for node in range(gamma + 1)]  # p[i] is the law of the token after node i
+    p = []  # p[i] is the law of the token after node i
+    for node in range(gamma + 1):
+        p.append((yield node))
     shares = [1.0]  # P_0 .. P_gamma
     for i in range(gamma):
         q, token = tree.q[i], tree.tokens[i + 1]
@@ -103,9 +125,7 @@ def verify_block(tree: Tree, law_after: Callable[[int], Tensor], chance: Chance)
     return _stop_block(tree, p, shares, 0, chance)
 
 
-def _stop_block(
-    tree: Tree, p: list[Tensor], shares: list[float], kept: int, chance: Chance
-) -> tuple[list[int], int]:
+def _stop_block(tree: Tree, p: list[Tensor], shares: list[float], kept: int, chance: Chance) -> Stood:
     q = tree.q[kept] if tree.q is not None else None
     rest = p[kept] if q is None else scaled(_residual(p[kept], q, shares[kept]), p[kept])
     return list(range(1, kept + 1)), chance.choose(rest)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -9,17 +10,21 @@ from typing import Any
 
 import torch
 
+from eagle_train.decoding.batch import Job, generate_together
 from eagle_train.decoding.drafters import Drafter
 from eagle_train.decoding.loop import Generation, OnTokens, Settings, generate, plain
 from eagle_train.decoding.reader import TargetReader
+from eagle_train.decoding.sampling import SeededChance
 from eagle_train.evaluation.figures import Tally, method_figures
 from eagle_train.evaluation.methods import Entry
+from eagle_train.evaluation.turns import Asked
 from eagle_train.evaluation.watch import Watched
 from eagle_train.progress import Progress
 from eagle_train.targets.load import Target
 
 _WARM_UP_TOKENS = 12
 _SECONDS_BETWEEN_NOTES = 0.5
+_BATCHES_IN_TURN = 4  # that one method answers before the next goes on
 
 
 class Comparison:
@@ -33,36 +38,73 @@ class Comparison:
         self.plain = Tally()
         self.tallies = [Tally() for _ in entries]
         self.differences: list[list[dict[str, Any]]] = [[] for _ in entries]
-        self._answered = 0
+        self._answered = self._turns = 0
 
-    def answer(
-        self, prompt: list[int], name: str, turn: int, category: str, limit: int | None = None
-    ) -> Generation:
-        """Answer one prompt with every method, in at most `limit` tokens; return plain decoding's answer."""
-        settings = replace(self.settings, seed=self.settings.seed + self._answered)
-        settings = replace(settings, max_new_tokens=limit or settings.max_new_tokens)
+    def answer(self, asked: Asked) -> Generation:
+        """Answer one prompt with every method; return plain decoding's answer."""
+        settings = replace(self.settings, seed=self.settings.seed + asked.number)
+        settings = replace(settings, max_new_tokens=asked.limit or settings.max_new_tokens)
         if not self._answered:
-            self._warm_up(prompt)
-        methods: list[Drafter | None] = [None, *self._drafters]
-        first = self._answered % len(methods)  # each method goes first in its turn
-        self._answered += 1
+            self._warm_up(asked.prompt)
         made: dict[int, Generation] = {}
-        for number in [*range(first, len(methods)), *range(first)]:
-            hears = self._ticker(f"{name}, {'plain' if not number else self.entries[number - 1].method}")
-            drafter = methods[number]
+        for number, drafter in self._in_turn():
+            hears = self._ticker(f"{asked.name}, {self._method(number)}")
             if drafter is None:
-                made[number] = plain(self.target, prompt, settings, hears)
+                made[number] = plain(self.target, asked.prompt, settings, hears)
             else:
-                made[number] = generate(self.target, drafter, prompt, settings, hears)
-        alone = made[0]
-        self.plain.add(alone, category, len(prompt))
+                made[number] = generate(self.target, drafter, asked.prompt, settings, hears)
+        return self._take(asked, made)
+
+    def answer_together(self, all_asked: Sequence[Asked], size: int) -> list[Generation]:
+        """Answer prompts with every method, `size` at once; return plain decoding's answers.
+
+        Each draws as it would alone. The methods take turns after a few batches.
+        """
+        found = []
+        for start in range(0, len(all_asked), _BATCHES_IN_TURN * size):
+            some = all_asked[start : start + _BATCHES_IN_TURN * size]
+            if not self._answered:
+                self._warm_up_together(some[:size], size)
+            made = {}
+            for number, _ in self._in_turn():
+                hears = self._ticker(f"{size} at once, {self._method(number)}")
+                made[number] = self._together(some, number, self.settings, size, hears)
+            columns = (dict(zip(made, answers, strict=True)) for answers in zip(*made.values(), strict=True))
+            found += [self._take(asked, of_it) for asked, of_it in zip(some, columns, strict=True)]
+        return found
+
+    def _together(
+        self, some: Sequence[Asked], number: int, settings: Settings, size: int, hears: OnTokens | None
+    ) -> list[Generation]:
+        watched = self._drafters[number - 1] if number else None
+        drafter = self.entries[number - 1].drafter if number else None
+        jobs = [
+            Job(asked.prompt, copy.copy(drafter), SeededChance(settings.seed + asked.number), asked.limit)
+            for asked in some
+        ]
+        note = None if watched is None else watched.note
+        return generate_together(self.target, jobs, settings, size, hears, note)
+
+    def _in_turn(self) -> list[tuple[int, Drafter | None]]:
+        """Return all methods by number, plain decoding's being 0; each goes first in its turn."""
+        methods = list(enumerate([None, *self._drafters]))
+        first = self._turns % len(methods)
+        self._turns += 1
+        return [*methods[first:], *methods[:first]]
+
+    def _method(self, number: int) -> str:
+        return self.entries[number - 1].method if number else "plain"
+
+    def _take(self, asked: Asked, made: dict[int, Generation]) -> Generation:
+        """Pool one prompt's answers by method; return plain decoding's."""
+        self._answered += 1
+        alone, length = made[0], len(asked.prompt)
+        self.plain.add(alone, asked.category, length)
         for number, (tally, differences) in enumerate(zip(self.tallies, self.differences, strict=True), 1):
-            tally.add(made[number], category, len(prompt))
-            if settings.sampling.greedy and made[number].ids != alone.ids:
-                place = {"question": name, "turn": turn + 1}
-                differences.append(
-                    {**place, **first_difference(self.target, prompt, alone.ids, made[number].ids)}
-                )
+            tally.add(made[number], asked.category, length)
+            if self.settings.sampling.greedy and made[number].ids != alone.ids:
+                parts = first_difference(self.target, asked.prompt, alone.ids, made[number].ids)
+                differences.append({"question": asked.name, "turn": asked.turn + 1, **parts})
         if self._bar is not None:
             self._bar.advance(1, self.note)
         return alone
@@ -88,6 +130,11 @@ class Comparison:
         plain(self.target, prompt, short, hears)
         for drafter in self._drafters:
             generate(self.target, drafter, prompt, short, hears)
+
+    def _warm_up_together(self, some: Sequence[Asked], size: int) -> None:
+        short = replace(self.settings, max_new_tokens=min(_WARM_UP_TOKENS, self.settings.max_new_tokens))
+        for number in range(len(self.entries) + 1):
+            self._together(some, number, short, size, self._ticker("warming up"))
 
     @property
     def note(self) -> str:

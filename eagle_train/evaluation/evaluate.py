@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -12,16 +10,19 @@ import torch
 
 from eagle_train.decoding.loop import Settings
 from eagle_train.decoding.sampling import Sampling
-from eagle_train.decoding.shapes import Shape
+from eagle_train.decoding.shapes import Shape, check_size
 from eagle_train.errors import UserError
 from eagle_train.evaluation.comparison import Comparison
 from eagle_train.evaluation.methods import Method, Sizes, entries_of, entries_of_head
 from eagle_train.evaluation.questions import Question, conversations, read_questions
+from eagle_train.evaluation.turns import Turns
 from eagle_train.heads.disk import Head
 from eagle_train.heads.foreign_config import Told
 from eagle_train.progress import progress
 from eagle_train.targets import checkpoint
 from eagle_train.targets.load import Target, dtype_name, load_target
+
+MOST_AT_ONCE = 256  # prompts
 
 
 def evaluate(
@@ -43,6 +44,7 @@ def evaluate(
     device_map: str | None = None,
     seed: int = 0,
     told: Told | None = None,
+    batch: int = 1,
     show: bool = True,
 ) -> dict[str, Any]:
     """Answer every question with plain decoding, with the head under each of `drafts`, and by `methods`.
@@ -52,7 +54,8 @@ def evaluate(
     built-in held-out set. A later turn is asked on the history with plain decoding's answers, so all read the
     same prompts. A head is cast to the target's dtype (a copy of it where a module is given). `drafts` None
     means the usual tree of a head's kind. `block` accepts chains of samples as a whole. `told` answers what
-    the files of a head made elsewhere leave open.
+    the files of a head made elsewhere leave open. `batch` prompts are decoded at once, by every method, plain
+    decoding included; tokens per second are then the whole batch's.
 
     Returns what was run, ``plain``, and under ``results`` one dict per way; a single one's figures stand at
     the top level as well. ``lossless`` says whether all ids equal plain decoding's (greedy; None when
@@ -69,43 +72,33 @@ def evaluate(
         entries += entries_of(method, target, drafts, sampling, sizes or Sizes(), told)
     if questions is None or isinstance(questions, str | Path):
         questions = read_questions(questions, num_questions)
+    check_size("batch: got {} prompts at once", batch, most=MOST_AT_ONCE)
     settings = Settings(max_new_tokens=max_new_tokens, sampling=sampling, seed=seed, block=block)
     _check_lengths(target, questions, max_new_tokens, chat_template)
-    turns = sum(len(question.turns[:max_turns]) for question in questions)
-    longest, left_out, cut_short = checkpoint.longest_text(target.config) or sys.maxsize, 0, 0
-    with progress("eval", turns, "prompts", show) as bar:
+    turns = Turns(target, questions, max_turns, max_new_tokens, chat_template)
+    with progress("eval", turns.total, "prompts", show) as bar:
         run = Comparison(target, entries, settings, bar)
-        for question, conversation in conversations(target.tokenizer, list(questions), chat_template):
-            asked = question.turns[:max_turns]
-            for turn in range(len(asked)):
-                prompt = conversation.ask(turn)
-                limit = min(max_new_tokens, longest - len(prompt))
-                if limit < 1:  # its history alone fills the target's positions
-                    left_out += len(asked) - turn
-                    break
-                cut_short += limit < max_new_tokens
-                made = run.answer(prompt, f"question {question.id}", turn, question.category, limit)
-                conversation.answer(made.ids)
-    if left_out or cut_short:
-        warnings.warn(
-            f"of {turns} turns {left_out} left out and {cut_short} given fewer new tokens: with their "
-            f"history they would pass the target's last position, {longest:,}"
-        )
+        for group in turns.groups(batch):
+            made = [run.answer(group[0])] if batch == 1 else run.answer_together(group, batch)
+            for asked, answer in zip(group, made, strict=True):
+                turns.take(asked, answer.ids)
+    turns.warn()
     results = run.results()
     return {
         "target": target.name,
         "head": entries[0].source if head is not None else None,
         "kind": entries[0].kind if head is not None else None,
         "questions": len(questions),
-        "prompts": turns - left_out,
-        "turns_left_out": left_out,
-        "turns_cut_short": cut_short,
+        "prompts": turns.total - turns.left_out,
+        "turns_left_out": turns.left_out,
+        "turns_cut_short": turns.cut_short,
         "max_new_tokens": max_new_tokens,
         "temperature": sampling.temperature,
         "top_k": sampling.top_k,
         "top_p": sampling.top_p,
         "repetition_penalty": sampling.repetition_penalty,
         "block": block,
+        "batch": batch,
         "dtype": dtype_name(target.dtype),
         "device": str(target.device),
         "threads": torch.get_num_threads(),

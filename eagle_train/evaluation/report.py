@@ -46,10 +46,11 @@ def lines(report: dict[str, Any]) -> list[str]:
         how += f", repetition penalty {report['repetition_penalty']:g}"
     who = f"{report['kind']} head {report['head']} on " if report["head"] else ""
     where = f" of {report['set']}" if report.get("set") else ""
+    at_once = f", {report['batch']} prompts at once" if report["batch"] > 1 else ""
     found = [
         f"{who}{report['target']}: {counted(report['prompts'], 'prompt')}{where}, up to "
         f"{report['max_new_tokens']} new tokens, {how}, {report['dtype']}, {report['device']}",
-        f"plain decoding: {report['plain']['tokens_per_second']:.1f} tokens/s",
+        f"plain decoding{at_once}: {report['plain']['tokens_per_second']:.1f} tokens/s",
     ]
     for result in report["results"]:
         found += ["", *_result_lines(result)]

@@ -29,9 +29,13 @@ class Watched:
             path, tokens = [0], rows.tokens.tolist()[1:-1]
             for token in tokens:
                 path.append(next(c for c in self._tree.children[path[-1]] if self._tree.tokens[c] == token))
-            if self._best is None or len(path) > len(self._best[1]):
-                self._best = self._tree, path
+            self.note(self._tree, path[1:])
         self._drafter.observe(rows)
+
+    def note(self, tree: Tree, stood: list[int]) -> None:
+        """Remember a round, with the nodes that stood, where it is the most successful so far."""
+        if self._best is None or len(stood) > len(self._best[1]):
+            self._best = tree, stood
 
     def propose(self) -> Tree:
         """Remember the tree."""
@@ -42,7 +46,7 @@ class Watched:
         """Return the guesses of the round in which most stood: words, parents, nodes that stood."""
         if self._best is None:
             return None
-        tree, path = self._best
+        tree, stood = self._best
         guesses = len(tree) - tree.own
         words = [tokenizer.decode([token]) for token in tree.tokens[:guesses]]
-        return {"words": words, "parents": list(tree.parents[:guesses]), "accepted": path[1:]}
+        return {"words": words, "parents": list(tree.parents[:guesses]), "accepted": stood}

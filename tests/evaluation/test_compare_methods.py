@@ -27,6 +27,7 @@ from eagle_train.evaluation.methods import Method, Sizes, entries_of
 from eagle_train.evaluation.page import as_page
 from eagle_train.evaluation.questions import Question, read_questions
 from eagle_train.evaluation.tables import as_csv, as_lines
+from eagle_train.evaluation.turns import Asked
 from eagle_train.heads.config import HeadConfig
 from eagle_train.heads.disk import build_head, save_head
 from eagle_train.progress import Progress
@@ -123,7 +124,7 @@ def test_progress_moves_within_an_answer(target, monkeypatch):
     run = comparison.Comparison(
         target, entries, Settings(max_new_tokens=5, eos_ids=()), Bar("eval", 1, "prompts")
     )
-    run.answer([5, 17, 250], "question a", 0, "")
+    run.answer(Asked([5, 17, 250], "question a", 0, "", 0))
     assert (0, "question a, plain: 3 tokens") in heard
     assert any(count == 0 and note.startswith("question a, prompt-lookup: 1 tokens") for count, note in heard)
     assert [count for count, _ in heard if count] == [1]

@@ -7,8 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from eagle_train.decoding.batch import Job, generate_together
 from eagle_train.decoding.drafters import Chain, Dynamic, HeadDrafter
 from eagle_train.decoding.loop import Settings, generate, plain
+from eagle_train.decoding.sampling import SeededChance
 from eagle_train.export.export import export
 from eagle_train.heads.disk import EagleHead, load_head
 from eagle_train.shards.frozen_target import FrozenTarget
@@ -79,6 +81,20 @@ def test_rows_kept_of_a_tree_are_those_of_the_text_read_at_once(trained, family)
     states = [own.hidden_states[k][0, : len(last)] for k in (2, 5, -1)]
     torch.testing.assert_close(aux, torch.cat(states[:2], dim=-1), rtol=1e-3, atol=1e-4)
     torch.testing.assert_close(last, states[2], rtol=1e-3, atol=1e-4)
+
+
+def test_texts_read_together_are_answered_as_alone(trained, family):
+    """Ragged prompts, on both sides of the windows, with ragged acceptance."""
+    target, settings = trained(family).target, Settings(max_new_tokens=10, eos_ids=())
+    prompts = [PROMPT, PROMPT[:3], PROMPT[5:14]]
+    wanted = [plain(target, prompt, settings).ids for prompt in prompts]
+    for drafters in (
+        [Scripted([*p, *ids], (2, 5)) for p, ids in zip(prompts, wanted, strict=True)],
+        [None] * 3,
+    ):
+        pairs = zip(prompts, drafters, strict=True)
+        jobs = [Job(prompt, drafter, SeededChance(0)) for prompt, drafter in pairs]
+        assert [one.ids for one in generate_together(target, jobs, settings, 3)] == wanted
 
 
 @pytest.mark.parametrize("shape", [Chain(3), Dynamic(20, 4, 4)], ids=["chain", "tree"])
