@@ -83,6 +83,7 @@ class Turns:
         """Say what was left out or cut short, if anything was."""
         if self.left_out or self.cut_short:
             warnings.warn(
-                f"of {self.total} turns {self.left_out} left out and {self.cut_short} given fewer new tokens: with "
-                f"their history they would pass the target's last position, {self._longest:,}"
+                f"of {self.total} turns {self.left_out} left out and {self.cut_short} given fewer new "
+                "tokens: with their history they would pass the target's last position, "
+                f"{self._longest:,}"
             )

@@ -184,7 +184,8 @@ def test_answers_beyond_learned_positions_are_refused_before_any_decoding(tmp_pa
         evaluate(None, tmp_path / "gpt2", asked, max_new_tokens=80, dtype="fp32", **given)
 
 
-def test_later_turns_end_where_the_targets_positions_do(tmp_path, tiny_target_dir):
+@pytest.mark.parametrize("batch", [1, 3])
+def test_later_turns_end_where_the_targets_positions_do(tmp_path, tiny_target_dir, batch):
     """With their history: the answer is given fewer tokens, or the turn is left out, and both are said."""
     from eagle_train.evaluation.evaluate import evaluate
     from eagle_train.evaluation.methods import Method
@@ -193,6 +194,7 @@ def test_later_turns_end_where_the_targets_positions_do(tmp_path, tiny_target_di
     save_target(tmp_path / "gpt2", family_config("gpt2", max_position_embeddings=140), tiny_target_dir)
     asked = [Question("chat", "", ("Hi",) * 4)]
     given = {"methods": [Method("prompt-lookup"), Method("draft-model", "first:6")], "show": False}
+    given["batch"] = batch
     with pytest.warns(
         UserWarning, match="of 4 turns 1 left out and 1 given fewer new tokens: .* last position, 140"
     ):
