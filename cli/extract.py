@@ -34,6 +34,7 @@ def run(
         "--codec",
         help="How states are stored: bf16, fp32, fp8 or int8; of the last two fp8 is closer.",
     ),
+    label_top_k: options.LabelTopK = 0,
     dtype: options.Dtype = "auto",
     layers: str | None = typer.Option(
         None, "--layers", help="Layers to tap, k = the stream entering layer k; default 2, n//2, n-3."
@@ -85,6 +86,7 @@ def run(
         max_bad_rows=max_bad_rows,
         features=features,
         codec=codec,
+        label_top_k=label_top_k,
         dtype=dtype,
         layer_ids=options.parse_layers("--layers", layers),
         batch_tokens=batch_tokens,
@@ -106,6 +108,9 @@ def _report(summary: dict[str, Any], rows: Path, target: str, as_json: bool) -> 
 
     size = bytes_text(summary["bytes"] + summary["target_bytes"])
     skipped = f", {summary['skipped']} rows skipped (features not finite)" if summary["skipped"] else ""
+    if top := summary["label_top_k"]:
+        kept = "" if summary["label_mass"] is None else f", {summary['label_mass']:.2%} of its probability"
+        skipped += f"; of each label the {top} likeliest tokens{kept}"
     print(
         f"{summary['out']}: {summary['rows']:,} rows, {summary['tokens']:,} tokens, "
         f"{summary['labels']:,} supervised, {counted(summary['shards'], 'shard')}, {size}{skipped}"

@@ -77,6 +77,14 @@ DeviceMap = Annotated[
     str | None,
     typer.Option("--device-map", help="Spread one model over all devices, for example auto; one process."),
 ]
+LabelTopK = Annotated[
+    int,
+    typer.Option(
+        "--label-top-k",
+        min=0,
+        help="Store so many likeliest tokens of each label in place of its state; eagle3 alone, 0 is off.",
+    ),
+]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace --out whatever it holds.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
 Seed = Annotated[int, typer.Option("--seed", min=0, max=2**63 - 1, help="Seed of the draws when sampling.")]

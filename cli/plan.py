@@ -31,6 +31,7 @@ def run(
         [], "--set", metavar="KEY=VALUE", help="Change one setting, such as run.epochs=2; repeatable."
     ),
     codec: str = typer.Option("bf16", "--codec", help="How states would be stored: bf16, fp32, fp8 or int8."),
+    label_top_k: options.LabelTopK = 0,
     dtype: options.Dtype = "auto",
     device: options.Device = None,
     processes: int | None = typer.Option(
@@ -50,6 +51,7 @@ def run(
         target,
         load_recipe(recipe, settings),
         codec=codec,
+        label_top_k=label_top_k,
         dtype=dtype,
         device=device,
         processes=processes,
@@ -62,6 +64,7 @@ def run(
     for line in _lines(found):
         print(line)
     layers = f" --layers {','.join(map(str, found['layer_ids']))}" if found["layer_ids"] else ""
+    layers += f" --label-top-k {label_top_k}" if label_top_k else ""
     print(
         f"next: eagle extract {shlex.quote(str(rows))} --target {shlex.quote(target)} "
         f"--for {found['features']}{layers} --codec {codec} --out shards/"

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from eagle_train.config import Recipe
 from eagle_train.errors import UserError
@@ -29,7 +29,7 @@ from eagle_train.targets.batch import BatchFeatures, RowBatch, load_batch, run_b
 from eagle_train.targets.capture import FeatureTap
 from eagle_train.targets.check import check_start
 from eagle_train.targets.checkpoint import plain_config
-from eagle_train.targets.labels import labels
+from eagle_train.targets.labels import labels, top_labels
 from eagle_train.targets.load import Target, load_target
 from eagle_train.targets.survey import Survey, default_processes, survey
 from eagle_train.training.build import config_on
@@ -47,6 +47,7 @@ def estimate(
     recipe: Recipe,
     *,
     codec: str = "bf16",
+    label_top_k: int = 0,
     dtype: str = "auto",
     device: str | None = None,
     processes: int | None = None,
@@ -62,7 +63,7 @@ def estimate(
     if seconds < 0:
         raise UserError(f"--seconds {seconds:g}: wanted 0 or more")
     kind = recipe.head.kind
-    settings: dict[str, Any] = {"codec": codec, "dtype": dtype, "device": device}
+    settings: dict[str, Any] = {"codec": codec, "label_top_k": label_top_k, "dtype": dtype, "device": device}
     settings["layer_ids"] = (recipe.head.layer_ids or None) if kind == "eagle3" else None
     work = survey(rows_dir, target, None, features=kind, trust_remote_code=trust_remote_code, **settings)
     setting = work.plan.setting
@@ -74,6 +75,7 @@ def estimate(
         "labels": work.plan.labels,
         "shards": len(work.plan.shards),
         "codec": codec,
+        "label_top_k": label_top_k or None,
         "features": kind,
         "layer_ids": list(setting.layer_ids),
         "bytes": {name: work.directory_size(name) for name in CODECS},
@@ -178,9 +180,13 @@ def _run(work: Survey, tap: FeatureTap, rows: Sequence[int]) -> tuple[RowBatch, 
     setting, target = work.plan.setting, tap.target
     batch = load_batch(work.dataset, work.table, rows, target.vocab_size, target.device)
     features = run_batch(tap, batch)
+    last: Tensor | None = features.last if holds_all_last(setting.features) else features.label_last
     with torch.no_grad():
-        labels(target, features.label_last)
-    last = features.last if holds_all_last(setting.features) else features.label_last
+        if setting.label_top_k:
+            top_labels(target, features.label_last, setting.label_top_k)
+            last = None
+        else:
+            labels(target, features.label_last)
     for states, groups in ((features.aux, len(setting.layer_ids)), (last, 1)):
         if states is not None:
             encode(CODECS[setting.codec], states, groups)

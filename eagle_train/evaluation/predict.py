@@ -28,6 +28,7 @@ from eagle_train.losses.acceptance import AcceptanceCounts, chain_hits
 from eagle_train.progress import progress
 from eagle_train.recipe_files import load_recipe
 from eagle_train.shards.batches import PackedBatch
+from eagle_train.shards.codecs import refuse_top_labels
 from eagle_train.shards.frozen_target import FrozenTarget
 from eagle_train.shards.reader import Shards, open_shards
 from eagle_train.shards.schema import MANIFEST, holds_feature_of
@@ -154,6 +155,11 @@ def _figures(
     frozen = shards.frozen_target().to(device, torch.float32)
     depth = int(shape.figures["depth"])  # type: ignore[call-overload]
     loader = Loader(shards, head.config.kind, depth, _TOKENS_AT_ONCE)
+    if (top := shards.info.get("label_top_k")) and not sampling.greedy:
+        raise UserError(
+            f"{shards.folder}: holds the {top} likeliest tokens of each label; --predict at a temperature "
+            "needs the states: extract without --label-top-k, or predict greedily"
+        )
     by_place, by_context = SizeClasses(), SizeClasses()
     counts, rounds, tokens = AcceptanceCounts(), 0.0, 0
     # Medusa's guesses are no samples: they stand by the target's law alone, as greedy ones do
@@ -217,6 +223,8 @@ def _check(config: HeadConfig, shards: Shards) -> None:
             f"{shards.folder}: features of {features}, the head is {config.kind}; "
             f"re-run: eagle extract --for {config.kind}"
         )
+    if top := shards.info.get("label_top_k"):
+        refuse_top_labels(config.kind, top, str(shards.folder))
     check_window(config, int(shards.lengths.max()), str(shards.folder))
     wanted = config.layers_for(int(shards.info["num_layers"]))
     if config.kind == "eagle3" and tuple(shards.info["layer_ids"]) != wanted:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from eagle_train.heads.precision import wide
 from eagle_train.losses.divergences import DIVERGENCES, Divergence, count_top_more, weighted_cross_entropy
+from eagle_train.losses.top_labels import TopLabels
 
 if TYPE_CHECKING:
     from eagle_train.shards.frozen_target import FrozenTarget
@@ -34,7 +35,7 @@ def vocabulary_loss(
     hidden: Tensor,  # [R, H], what the head's output map reads
     weight: Tensor,  # [D, H], the head's output map
     target: FrozenTarget,  # restricted to the draft vocabulary
-    label_last: Tensor,  # [M, H], the target's final states
+    label_last: Tensor | TopLabels,  # [M, H], the target's final states, or its likeliest tokens
     label: Tensor,  # [R] int64, the label of each row, an index into label_last
     best: Tensor,  # [R] int64, the target's first choice as a draft id
     row_weight: Tensor,  # [R] float32
@@ -60,7 +61,7 @@ class _Loss(torch.autograd.Function):
         hidden: Tensor,
         weight: Tensor,
         target: FrozenTarget,
-        label_last: Tensor,
+        label_last: Tensor | TopLabels,
         label: Tensor,
         best: Tensor,
         row_weight: Tensor,
@@ -90,7 +91,10 @@ class _Loss(torch.autograd.Function):
                 inputs = hidden.index_select(0, at).to(dtype)  # [c, H]
                 logits = torch.mm(inputs, output.T, out=buffer[: len(at)])  # [c, D], then its gradient
                 labels, which = torch.unique_consecutive(label[at], return_inverse=True)
-                teacher = target.logits(label_last.index_select(0, labels))  # [labels, D]
+                if isinstance(label_last, TopLabels):
+                    teacher = label_last.logits(labels)  # [labels, D]
+                else:
+                    teacher = target.logits(label_last.index_select(0, labels))
                 through = None if own_map else target
                 rows[at], hits[at] = _blocks(
                     logits, teacher, which, best[at], through, scratch, measure, top_k

@@ -44,8 +44,10 @@ class PackedBatch:
     rows: Tensor  # [C] int64 ascending, packed index of each row counted at step 0
     room: Tensor  # [C] int64 >= 1, number of steps at which the row counts
     label0: Tensor  # [C] int64, index into label_* of position t+1, the label of step 0
-    label_last: Tensor  # [M, H], last hidden state (after the final norm) at label positions
+    label_last: Tensor  # [M, H], last hidden state (after the final norm) at label positions; or [M, 0] and:
     label_argmax: Tensor  # [M] int64, most likely token over the whole target vocabulary
+    label_ids: Tensor | None = None  # [M, k] int32, the target's likeliest tokens
+    label_logp: Tensor | None = None  # [M, k], their log-probabilities over the whole target vocabulary
 
     @property
     def num_tokens(self) -> int:
@@ -60,8 +62,8 @@ class PackedBatch:
         return self._map(lambda tensor: tensor.pin_memory() if tensor.device.type == "cpu" else tensor)
 
     def _map(self, change: Callable[[Tensor], Tensor]) -> PackedBatch:
-        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        return PackedBatch(**{name: change(tensor) for name, tensor in fields.items()})
+        fields = ((field.name, getattr(self, field.name)) for field in dataclasses.fields(self))
+        return PackedBatch(**{name: change(tensor) for name, tensor in fields if tensor is not None})
 
 
 def pack(documents: Sequence[ShardRow], kind: str) -> PackedBatch:
@@ -93,6 +95,8 @@ def pack(documents: Sequence[ShardRow], kind: str) -> PackedBatch:
         label0=_cat_int(label0),
         label_last=torch.cat([document.label_last for document in documents]),
         label_argmax=torch.cat([document.label_argmax for document in documents]).long(),
+        label_ids=_cat_all([document.label_ids for document in documents]),
+        label_logp=_cat_all([document.label_logp for document in documents]),
     )
 
 
@@ -113,6 +117,8 @@ def idle(like: PackedBatch) -> PackedBatch:
         label0=none.clone(),
         label_last=like.label_last[:0],
         label_argmax=none.clone(),
+        label_ids=None if like.label_ids is None else like.label_ids[:0],
+        label_logp=None if like.label_logp is None else like.label_logp[:0],
     )
 
 
@@ -128,6 +134,13 @@ def _shifted(ids: Tensor) -> Tensor:
 
 def _cat_int(parts: list[Tensor]) -> Tensor:
     return torch.cat(parts) if parts else torch.zeros(0, dtype=torch.int64)
+
+
+def _cat_all(parts: list[Tensor | None]) -> Tensor | None:
+    """Every document has the part, or none has."""
+    there = [part for part in parts if part is not None]
+    assert len(there) in (0, len(parts))
+    return torch.cat(there) if there else None
 
 
 def _feature(document: ShardRow, kind: str) -> Tensor:

@@ -47,6 +47,27 @@ def check_codec(codec: str) -> str:
     return codec
 
 
+def check_top_labels(top_k: int, features: str, vocab_size: int) -> int:
+    """Return `top_k`; raise UserError where top labels cannot stand for the states, or for too many."""
+    if top_k and features != "eagle3":
+        raise UserError(
+            f"--label-top-k {top_k}: --for {features} keeps the last states, which heads of eagle1 and "
+            "medusa read; leave it out, or extract --for eagle3"
+        )
+    if top_k > vocab_size:
+        raise UserError(f"--label-top-k {top_k}: the target has {vocab_size} tokens; wanted at most as many")
+    return top_k
+
+
+def refuse_top_labels(kind: str, top_k: int, where: str) -> None:
+    """Raise UserError where a head of `kind` reads states that shards with top labels do not hold."""
+    if kind != "eagle3":
+        raise UserError(
+            f"{where}: holds the {top_k} likeliest tokens of each label in place of its state, which {kind} "
+            f"heads read. Re-run: eagle extract --for {kind}, without --label-top-k"
+        )
+
+
 def encode(codec: Codec, states: Tensor, groups: int) -> tuple[Tensor, Tensor | None]:
     """Return (values [n, G * H], scales float32 [n, G] or None) of states [n, G * H], G = `groups`."""
     if codec.largest is None:

@@ -36,10 +36,10 @@ _TENSORS = {
     "row_starts",
     "spans",
     "span_starts",
-    "last",
     "label_argmax",
     "label_lse",
 }
+_TOP_LABELS = {"label_ids", "label_logp"}
 _HEADER: dict[str, type] = {
     "plan": str,
     "shard": int,
@@ -131,7 +131,7 @@ def open_shard(path: Path) -> ShardFile:
                 raise ValueError(f"tensor {name} has the wrong size")
             layout[name] = (dtype, shape, 8 + length + first)
             end = max(end, 8 + length + last)
-        if absent := _TENSORS - set(layout):
+        if absent := (_TENSORS | (_TOP_LABELS if "label_top_k" in header else {"last"})) - set(layout):
             raise KeyError(f"lacks tensor {min(absent)}")
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         raise UserError(f"{path}: damaged header ({error}); {mend_shard(path)}") from error

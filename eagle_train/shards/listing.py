@@ -68,6 +68,11 @@ _MAY_LACK: dict[str, Rule] = {
     "target_checksum": _TEXT_OR_NONE,
     "assembled": (lambda value: isinstance(value, bool), "true or false"),
     "index_checksum": _TEXT_OR_NONE,
+    "label_top_k": (
+        lambda value: value is None or (type(value) is int and value > 0),
+        "a whole number from 1",
+    ),
+    "label_mass": (lambda value: type(value) is float and 0 <= value < 1.01, "a share"),
 }
 _TARGET: dict[str, Rule] = {"name": _TEXT, "fingerprint": _TEXT, "dtype": _TEXT}
 _SKIPPED: dict[str, Rule] = {"row_id": _TEXT}

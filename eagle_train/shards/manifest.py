@@ -33,6 +33,7 @@ SAME = {
     "features": "--for",
     "layer_ids": "layers",
     "codec": "codec",
+    "label_top_k": "label top k",
     "hidden_size": "hidden size",
     "vocab_size": "vocabulary",
     "num_layers": "number of layers",
@@ -42,11 +43,13 @@ SAME = {
 
 def described(setting: Setting) -> dict[str, Any]:
     """What a reader wants to know of the setting, in shards and manifest alike."""
+    top = {"label_top_k": setting.label_top_k} if setting.label_top_k else {}
     return {
         "features": setting.features,
         "layer_ids": list(setting.layer_ids),
         "layer_convention": LAYER_CONVENTION,
         "codec": setting.codec,
+        **top,
         "hidden_size": setting.hidden_size,
         "vocab_size": setting.vocab_size,
         "num_layers": setting.num_layers,
@@ -93,10 +96,13 @@ def write_manifest(folder: Path, head: dict[str, Any], shards: Sequence[ShardFil
 
 def counted(shards: Sequence[ShardFile]) -> dict[str, Any]:
     """What a manifest says of its shards one by one and in sum."""
+    labels = sum(shard.header["labels"] for shard in shards)
+    masses = [shard.header["label_mass"] for shard in shards if "label_mass" in shard.header]
     return {
         "num_rows": sum(len(shard.header["row_ids"]) for shard in shards),
         "tokens": sum(shard.header["tokens"] for shard in shards),
-        "labels": sum(shard.header["labels"] for shard in shards),
+        "labels": labels,
+        **({"label_mass": round(sum(masses) / max(labels, 1), 6)} if masses else {}),
         "skipped": [row for shard in shards for row in shard.header["skipped"]],
         "shards": [_entry(shard) for shard in shards],
         "supervised_frequencies": _frequencies(shards),
@@ -118,6 +124,7 @@ def head_of(info: dict[str, Any]) -> dict[str, Any]:
         "num_rows",
         "tokens",
         "labels",
+        "label_mass",
         "skipped",
         "shards",
         "supervised_frequencies",

@@ -81,7 +81,8 @@ def _head_over(info: dict[str, Any], shards: Sequence[ShardFile]) -> dict[str, A
     """The head of a manifest as its shards have it; the target's file stays the one that was written."""
     header = shards[0].header
     target = {name: header["target"].get(name) for name in ("fingerprint", "dtype")}
-    head = {**head_of(info), **{name: header.get(name) for name in SAME}}
+    head = {name: value for name, value in head_of(info).items() if name not in SAME}
+    head |= {name: header[name] for name in SAME if name in header}
     head |= {"plan": header["plan"], "target": {**info["target"], **target}}
     if info.get("assembled"):
         head["plan"] = joined_plan(shards)

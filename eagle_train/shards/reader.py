@@ -125,8 +125,10 @@ class Shards(RowSource):
         if holds_all_last(self.info["features"]):
             last_all = self._states(tensors, "last", slice(first, end))
             label_last = _gathered(last_all, spans)
-        else:
+        elif "last" in tensors:
             last_all, label_last = None, self._states(tensors, "last", labels)
+        else:
+            last_all, label_last = None, torch.empty(num_labels(spans), 0)
         return ShardRow(
             input_ids=tensors["input_ids"][first:end].long(),
             spans=spans,
@@ -135,6 +137,8 @@ class Shards(RowSource):
             label_last=label_last,
             label_argmax=tensors["label_argmax"][labels].long(),
             label_lse=tensors["label_lse"][labels],
+            label_ids=tensors["label_ids"][labels] if "label_ids" in tensors else None,
+            label_logp=tensors["label_logp"][labels] if "label_logp" in tensors else None,
         )
 
     def _states(self, tensors: dict[str, Tensor], name: str, where: slice) -> Tensor:

@@ -27,9 +27,11 @@ class ShardRow:
     spans: list[Span]  # answers, [first, last] inclusive
     aux: Tensor | None  # (L, 3H) aux[t]: having read token t
     last_all: Tensor | None  # (L, H) final state after the norm, of every token
-    label_last: Tensor  # (m, H) final state after the norm, at label positions
+    label_last: Tensor  # (m, H) final state after the norm, at label positions; (m, 0) with top labels
     label_argmax: Tensor  # (m,) int64 the target's most likely token over its whole vocabulary
     label_lse: Tensor  # (m,) float32 log-sum-exp of the target's logits over its whole vocabulary
+    label_ids: Tensor | None = None  # (m, k) int32 the likeliest tokens, in place of label_last
+    label_logp: Tensor | None = None  # (m, k) their log-probabilities over the whole vocabulary
 
 
 class RowSource(ABC):

@@ -14,6 +14,11 @@ Tensors of a shard:
     aux_scale float32 [N, len(layer_ids)], last_scale float32 [M or N, 1] (8-bit codecs, codecs.py);
     label_argmax int32 [M]; label_lse float32 [M].
 
+With top labels (eagle3 alone, whose heads read ``last`` for nothing but the labels) the shard holds no last:
+
+    label_ids int32 [M, k], the k likeliest tokens of the whole vocabulary, the label_argmax first;
+    label_logp [M, k], their log-probabilities over all of it: float32 with codec fp32, else float16.
+
 Its header (safetensors metadata, one key, JSON): the plan's identity, the shard's number, row and
 conversation ids, rows skipped, and the SHA-256 of every tensor.
 """
@@ -93,6 +98,7 @@ def tensor_shapes(
     """Return dtype and shape of every tensor of a shard of these counts."""
     codec, hidden, layers = CODECS[setting.codec], setting.hidden_size, len(setting.layer_ids)
     num_last = num_tokens if holds_all_last(setting.features) else num_labels
+    top = setting.label_top_k
     shapes: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {
         "input_ids": (torch.int32, (num_tokens,)),
         "loss_mask": (torch.uint8, (num_tokens,)),
@@ -100,11 +106,16 @@ def tensor_shapes(
         "row_starts": (torch.int64, (num_rows + 1,)),
         "spans": (torch.int64, (num_spans, 2)),
         "span_starts": (torch.int64, (num_rows + 1,)),
-        "last": (codec.dtype, (num_last, hidden)),
         "label_argmax": (torch.int32, (num_labels,)),
         "label_lse": (torch.float32, (num_labels,)),
     }
-    if codec.scaled:
+    if top:
+        exact = codec.dtype == torch.float32
+        shapes["label_ids"] = (torch.int32, (num_labels, top))
+        shapes["label_logp"] = (torch.float32 if exact else torch.float16, (num_labels, top))
+    else:
+        shapes["last"] = (codec.dtype, (num_last, hidden))
+    if codec.scaled and not top:
         shapes["last_scale"] = (torch.float32, (num_last, 1))
     if holds_aux(setting.features):
         shapes["aux"] = (codec.dtype, (num_tokens, layers * hidden))
@@ -135,6 +146,7 @@ class Setting:
     threads: int  # torch threads of one worker; sums depend on it on a CPU
     batch_tokens: int
     shard_tokens: int
+    label_top_k: int = 0  # tokens stored of each label's distribution; 0: its state instead
 
     def refuse_other(self, other: Setting, where: Path) -> None:
         """Raise UserError naming the first difference between this (on disk) and `other` (asked for)."""
@@ -153,7 +165,7 @@ def _differences(known: dict[str, Any], asked: dict[str, Any]) -> list[tuple[str
         found.append(("target", pair[0], pair[1]))
     if known["target"]["dtype"] != asked["target"]["dtype"]:
         found.append(("dtype", known["target"]["dtype"], asked["target"]["dtype"]))
-    words = {"rows_fingerprint": "rows", "features": "--for", "layer_ids": "layers", "codec": "codec"}
+    words = {"rows_fingerprint": "rows", "features": "--for", "layer_ids": "layers"}
     for name, value in known.items():
         if name != "target" and value != asked[name]:
             found.append((words.get(name, name.replace("_", " ")), value, asked[name]))
@@ -207,7 +219,7 @@ class Plan:
         """Return plain JSON values."""
         return {
             "format_version": FORMAT_VERSION,
-            "setting": {**asdict(self.setting), "layer_ids": list(self.setting.layer_ids)},
+            "setting": _recorded(self.setting),
             "num_rows": self.num_rows,
             "tokens": self.tokens,
             "labels": self.labels,
@@ -251,6 +263,12 @@ class Plan:
                 f"{folder / PLAN}: damaged or edited ({fault}); delete the folder to start again"
             ) from error
         return plan
+
+
+def _recorded(setting: Setting) -> dict[str, Any]:
+    """What is left out counts as 0: plans without top labels are those of before there were any."""
+    record = {**asdict(setting), "layer_ids": list(setting.layer_ids)}
+    return {name: value for name, value in record.items() if name != "label_top_k" or value}
 
 
 def _setting(record: dict[str, Any]) -> Setting:

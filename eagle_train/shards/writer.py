@@ -54,14 +54,16 @@ class ShardBuffer:
         self,
         input_ids: Tensor,
         aux: Tensor | None,
-        last: Tensor,
+        last: Tensor | None,
         label_argmax: Tensor,
         label_lse: Tensor,
         witness: Tensor,
+        top: tuple[Tensor, Tensor] | None = None,
     ) -> None:
         """Encode and append one batch, flat: input_ids [n], aux [n, 3H], last [n, H] or [m, H], labels [m].
 
-        `witness` float32 [n] is finite exactly where all features of a token are.
+        `top` are ids and log-probabilities [m, k] in place of `last`. `witness` float32 [n] is finite exactly
+        where all features of a token are.
         """
         token, label = self._at["token"], self._at["label"]
         tokens, labels = slice(token, token + len(input_ids)), slice(label, label + len(label_argmax))
@@ -69,8 +71,12 @@ class ShardBuffer:
         self.witness[tokens].copy_(witness, non_blocking=True)
         if aux is not None:
             self._encode("aux", tokens, aux, len(self.plan.setting.layer_ids))
-        per_token = len(self.tensors["last"]) == len(self.witness)
-        self._encode("last", tokens if per_token else labels, last, 1)
+        if last is not None:
+            per_token = len(self.tensors["last"]) == len(self.witness)
+            self._encode("last", tokens if per_token else labels, last, 1)
+        if top is not None:
+            self._copy("label_ids", labels, top[0])
+            self._copy("label_logp", labels, top[1])
         self._copy("label_argmax", labels, label_argmax)
         self._copy("label_lse", labels, label_lse)
         self._at = {"token": tokens.stop, "label": labels.stop}
@@ -114,6 +120,8 @@ class ShardBuffer:
         tensors = {**self.tensors, **_ragged(self.table, rows)}
         checksums = {name: checksum(tensor) for name, tensor in sorted(tensors.items())}
         header = shard_header(self.plan, self.number, self.table, sorted(bad), checksums)
+        if "label_logp" in tensors:  # how much of the target's probability is kept, summed over labels
+            header["label_mass"] = float(tensors["label_logp"].double().exp().sum())
         save_tensors(folder / shard_name(self.number), tensors, {HEADER_KEY: json.dumps(header)})
         return len(bad)
 

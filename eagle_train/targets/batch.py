@@ -16,7 +16,7 @@ from eagle_train.shards.plan import RowTable, label_positions
 from eagle_train.shards.schema import Setting, holds_all_last
 from eagle_train.shards.writer import ShardBuffer
 from eagle_train.targets.capture import FeatureTap
-from eagle_train.targets.labels import labels
+from eagle_train.targets.labels import labels, top_labels
 
 
 @dataclass(frozen=True)
@@ -85,9 +85,14 @@ def store_batch(
     tap: FeatureTap, batch: RowBatch, features: BatchFeatures, buffer: ShardBuffer, setting: Setting
 ) -> None:
     """Label the batch and append it to the shard, encoded."""
+    kept: Tensor | None = features.last if holds_all_last(setting.features) else features.label_last
+    top: tuple[Tensor, Tensor] | None = None
     with torch.no_grad():
-        argmax, lse = labels(tap.target, features.label_last)
-    kept = features.last if holds_all_last(setting.features) else features.label_last
+        if setting.label_top_k:
+            argmax, lse, ids, logp = top_labels(tap.target, features.label_last, setting.label_top_k)
+            kept, top = None, (ids.to(torch.int32), logp)
+        else:
+            argmax, lse = labels(tap.target, features.label_last)
     buffer.put(
         input_ids=batch.padded.flatten()[batch.real].to(torch.int32),
         aux=features.aux,
@@ -95,6 +100,7 @@ def store_batch(
         label_argmax=argmax.to(torch.int32),
         label_lse=lse,
         witness=features.witness,
+        top=top,
     )
 
 

@@ -49,7 +49,9 @@ def check_start(
     _check_layers(tap, batch.padded[:1, : min(_PIECE, batch.lengths[0])])
     frozen = target.frozen()
     exact = features.label_last.to(frozen.device)
-    stored, moved = (tensor.to(frozen.device) for tensor in _stored(features.label_last, setting))
+    stored, moved = exact, torch.zeros_like(exact, dtype=torch.float32)
+    if not setting.label_top_k:
+        stored, moved = (tensor.to(frozen.device) for tensor in _stored(features.label_last, setting))
     compared = 0
     for where, own in _own_logits(target, batch):
         use = good[batch.label_at[where].to(good.device)].to(own.device)

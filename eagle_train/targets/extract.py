@@ -44,6 +44,7 @@ def extract(
     *,
     features: str = "eagle3",
     codec: str = "bf16",
+    label_top_k: int = 0,
     dtype: str | torch.dtype = "auto",
     layer_ids: Sequence[int] | None = None,
     batch_tokens: int | None = None,
@@ -60,9 +61,10 @@ def extract(
     """Run the frozen target over prepared rows and write its features as shards into `out`.
 
     Any number of processes, on any machines that share the folder, may run it at once and share the
-    work; each returns when all shards are there. What is finished already is kept. Returns rows, tokens,
-    bytes, shards done here and the share of time spent waiting for the disk. Raises UserError for anything
-    the user must change; the same call again goes on where it stopped.
+    work; each returns when all shards are there. What is finished already is kept. `label_top_k` above 0
+    stores so many likeliest tokens of each label in place of its state (``--for eagle3`` alone). Returns
+    rows, tokens, bytes, shards done here and the share of time spent waiting for the disk. Raises UserError
+    for anything the user must change; the same call again goes on where it stopped.
     """
     folder = Path(out)
     work = survey(
@@ -71,6 +73,7 @@ def extract(
         folder,
         features=features,
         codec=codec,
+        label_top_k=label_top_k,
         dtype=dtype,
         layer_ids=layer_ids,
         batch_tokens=batch_tokens,
@@ -126,6 +129,8 @@ def summary_of(folder: Path) -> dict[str, Any]:
         "features": plan.setting.features,
         "layer_ids": list(plan.setting.layer_ids),
         "codec": plan.setting.codec,
+        "label_top_k": plan.setting.label_top_k or None,
+        "label_mass": made.get("label_mass"),
         "rows": made["num_rows"],
         "skipped": len(made.get("skipped", [])),
         "tokens": made["tokens"],

@@ -27,6 +27,29 @@ def labels(target: Target, last: Tensor) -> tuple[Tensor, Tensor]:
     return argmax, lse
 
 
+def top_labels(target: Target, last: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return what `labels` does, and (ids int64 [m, k], log-probabilities float32 [m, k]) of the likeliest.
+
+    The first is always the argmax; the probabilities are over the whole vocabulary.
+    """
+    rows = rows_at_once(target, last.device)
+    argmax, lse = (last.new_empty(len(last), dtype=kind) for kind in (torch.int64, torch.float32))
+    ids, logp = (last.new_empty(len(last), k, dtype=kind) for kind in (torch.int64, torch.float32))
+    for first in range(0, len(last), rows):
+        piece = slice(first, first + rows)
+        logits = target.logits(last[piece])
+        argmax[piece], lse[piece] = reduce_logits(logits)
+        ids[piece] = likeliest(logits, argmax[piece], k)
+        logp[piece] = logits.gather(-1, ids[piece]).float() - lse[piece, None]
+    return argmax, lse, ids, logp
+
+
+def likeliest(logits: Tensor, argmax: Tensor, k: int) -> Tensor:
+    """Return the ids [m, k] of the largest logits [m, V], `argmax` [m] first whatever ties with it."""
+    first = argmax.to(logits.device)[:, None]
+    return logits.scatter(-1, first, float("inf")).topk(k, dim=-1).indices
+
+
 def rows_at_once(target: Target, device: torch.device) -> int:
     """Return how many positions the lm_head runs on at once."""
     return max(16, _MOST_LOGITS.get(device.type, 1 << 25) // target.vocab_size)

@@ -18,10 +18,17 @@ from eagle_train.heads.rotary import Rotary
 from eagle_train.io import os_error, read_json
 from eagle_train.progress import bytes_text, counted
 from eagle_train.provenance import tokenizer_fingerprint
-from eagle_train.shards.codecs import CODECS, check_codec
+from eagle_train.shards.codecs import CODECS, check_codec, check_top_labels
 from eagle_train.shards.frozen_target import TENSORS
 from eagle_train.shards.plan import RowTable, default_shard_tokens, make_plan
-from eagle_train.shards.schema import MANIFEST, PLAN, Plan, Setting, check_features, holds_aux
+from eagle_train.shards.schema import (
+    MANIFEST,
+    PLAN,
+    Plan,
+    Setting,
+    check_features,
+    holds_aux,
+)
 from eagle_train.shards.sizes import directory_size
 from eagle_train.shards.writer import finished_shard
 from eagle_train.targets import checkpoint
@@ -79,6 +86,7 @@ def survey(
     *,
     features: str = "eagle3",
     codec: str = "bf16",
+    label_top_k: int = 0,
     dtype: str | torch.dtype = "auto",
     layer_ids: Sequence[int] | None = None,
     batch_tokens: int | None = None,
@@ -147,6 +155,7 @@ def survey(
         batch_tokens=budget,
         shard_tokens=shard_tokens
         or (known.shard_tokens if known else default_shard_tokens(int(table.lengths.sum()), budget)),
+        label_top_k=check_top_labels(label_top_k, features, int(text.vocab_size)),
     )
     if known is not None and out is not None:  # all but the weights, which are not loaded yet
         same = {

@@ -74,6 +74,8 @@ def _arguments(
     device = str(settings.get("device") or setting.device)
     arguments += ["--device", device, "--threads", str(setting.threads)]
     arguments += ["--batch-tokens", str(setting.batch_tokens), "--shard-tokens", str(setting.shard_tokens)]
+    if setting.label_top_k:
+        arguments += ["--label-top-k", str(setting.label_top_k)]
     if setting.layer_ids:
         arguments += ["--layers", ",".join(map(str, setting.layer_ids))]
     if max_bad_rows is not None:

@@ -19,6 +19,7 @@ from eagle_train.heads.eagle1 import Eagle1Head
 from eagle_train.heads.eagle3 import Eagle3Head
 from eagle_train.heads.foreign import read_any
 from eagle_train.heads.medusa import MedusaHead
+from eagle_train.shards.codecs import refuse_top_labels
 from eagle_train.shards.schema import holds_feature_of
 from eagle_train.training.checkpoints import head_folder
 from eagle_train.training.eagle1_step import Eagle1Step
@@ -55,6 +56,13 @@ def check_shards(recipe: Recipe, shards: RowSource) -> None:
             f"{shards.folder}: features of {features}; recipe {recipe.name} trains {kind}. "
             f"Re-run: eagle extract --for {kind}"
         )
+    if top := shards.info.get("label_top_k"):
+        refuse_top_labels(kind, top, str(shards.folder))
+        if recipe.loss.top_k_weight and recipe.loss.top_k > top:
+            raise UserError(
+                f"{shards.folder}: holds the {top} likeliest tokens of each label; recipe {recipe.name} "
+                f"counts loss.top_k {recipe.loss.top_k} of them more. Set at most {top}"
+            )
     captured, wanted = tuple(shards.info["layer_ids"]), recipe.head.layer_ids
     if wanted and captured != wanted:
         raise UserError(

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from eagle_train.heads.draft_vocab import to_draft
 from eagle_train.heads.eagle3 import Eagle3Head
 from eagle_train.heads.ttt import unroll
+from eagle_train.losses.top_labels import TopLabels
 from eagle_train.losses.vocabulary import vocabulary_loss
 from eagle_train.training.step_result import (
     CountedRows,
@@ -59,11 +60,14 @@ class Eagle3Step(nn.Module):
         best = self.draft_of[batch.label_argmax[found.label]]
         kept = (best >= 0).nonzero().flatten()
         step = found.step[kept]
+        labels: Tensor | TopLabels = batch.label_last
+        if batch.label_ids is not None and batch.label_logp is not None:
+            labels = TopLabels(batch.label_ids, batch.label_logp, self.draft_of, len(self.head.draft_ids))
         result = vocabulary_loss(
             self.head.final(found.out[kept]),
             self.head.lm_head.weight,
             self.teacher,
-            batch.label_last,
+            labels,
             found.label[kept],
             best[kept],
             step_weights(counts, self.step_decay)[step],

@@ -130,6 +130,9 @@ class Session:
             f"{vocabulary}; {facts['train_rows']:,} rows to train on, {facts['held_out_rows']:,} held out; "
             f"{length} in {facts['precision']} on {facts['processes']} x {facts['device']}"
         )
+        if facts["label_top_k"]:
+            text += f"; labels are the {facts['label_top_k']} likeliest tokens"
+            text += f", {facts['label_mass']:.2%} of the target's probability; the rest is spread evenly"
         if facts["rows_without_labels"]:
             text += f"; {facts['rows_without_labels']:,} rows left out, whose answers are single tokens"
         if self.features:
@@ -276,6 +279,8 @@ def build_session(
             "num_parameters": build.num_parameters(head),
             "draft_vocab_size": head.config.draft_vocab_size,
             "coverage": round(build.vocabulary_coverage(head, source), 5),
+            "label_top_k": source.info.get("label_top_k"),
+            "label_mass": source.info.get("label_mass"),
             "precision": str(dtype).removeprefix("torch."),
             "device": device.type,
             "processes": processes.world,

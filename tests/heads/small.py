@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -12,6 +11,7 @@ from eagle_train.heads.config import HeadConfig
 from eagle_train.heads.disk import Head, build_head
 from eagle_train.shards.batches import PackedBatch, pack
 from eagle_train.shards.frozen_target import FrozenTarget
+from eagle_train.shards.row_source import ShardRow
 
 H, V, D = 32, 60, 40
 TARGET = {
@@ -54,7 +54,7 @@ def small_frozen(seed: int = 1, **settings: Any) -> FrozenTarget:
 
 def small_documents(
     frozen: FrozenTarget, shapes: list[tuple[int, list[tuple[int, int]]]], seed: int = 2
-) -> list[SimpleNamespace]:
+) -> list[ShardRow]:
     """Documents in the form of shard rows: random tokens, features and final states."""
     generator = torch.Generator().manual_seed(seed)
     documents = []
@@ -63,7 +63,7 @@ def small_documents(
         at = torch.tensor([t for s, e in spans for t in range(s - 1, e)], dtype=torch.int64)
         logits = frozen.logits(last[at])
         documents.append(
-            SimpleNamespace(
+            ShardRow(
                 input_ids=torch.randint(V, (length,), generator=generator),
                 spans=spans,
                 aux=torch.randn(length, 3 * H, generator=generator),

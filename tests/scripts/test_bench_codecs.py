@@ -6,17 +6,20 @@ from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
+import pytest
 import torch
 
 from eagle_train.shards import upkeep
 from eagle_train.shards.reader import open_shards
+from eagle_train.targets.extract import extract
 
 
 def test_recoded_shards_are_read_as_any_others(
     tmp_path: Path, tiny_shards_dir: Path, script: Callable[[str], ModuleType]
 ) -> None:
     errors = script("bench_codecs").recode(tiny_shards_dir, tmp_path / "fp8", "fp8")
-    assert all(0 < one["error"] <= one["worst_token"] < 0.1 for one in errors.values())
+    assert all(0 < one["error"] <= one["worst_token"] < 0.1 for one in errors["layers"].values())
+    assert 0 < errors["labels"]["variation"] < 0.1
     true, stored = open_shards(tiny_shards_dir), open_shards(tmp_path / "fp8")
     assert stored.info["codec"] == "fp8"
     for i in range(true.num_rows):
@@ -25,3 +28,24 @@ def test_recoded_shards_are_read_as_any_others(
         assert one.label_last.shape == other.label_last.shape
         assert not torch.equal(one.label_last, other.label_last)
     assert upkeep.verify(tmp_path / "fp8", show=False)["faults"] == []
+
+
+def test_recoded_top_labels_are_those_that_extraction_keeps(
+    tmp_path: Path,
+    tiny_shards_dir: Path,
+    tiny_rows_dir: Path,
+    tiny_target_dir: Path,
+    script: Callable[[str], ModuleType],
+) -> None:
+    errors = script("bench_codecs").recode(tiny_shards_dir, tmp_path / "recoded", "bf16+top8")
+    given = {"codec": "bf16", "label_top_k": 8, "dtype": "fp32", "device": "cpu", "batch_tokens": 512}
+    extract(tiny_rows_dir, tiny_target_dir, tmp_path / "made", show=False, **given)  # type: ignore[arg-type]
+    one, other = open_shards(tmp_path / "recoded"), open_shards(tmp_path / "made")
+    assert one.info["label_mass"] == pytest.approx(other.info["label_mass"], abs=1e-3)
+    for i in range(one.num_rows):
+        first, second = one.read(i), other.read(i)
+        assert first.label_logp is not None
+        assert second.label_logp is not None
+        torch.testing.assert_close(first.label_logp, second.label_logp, rtol=0, atol=0.01)
+    assert 0 < errors["labels"]["variation"] <= errors["labels"]["bound"] < 1
+    assert upkeep.verify(tmp_path / "recoded", show=False)["faults"] == []

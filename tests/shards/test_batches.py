@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -24,6 +25,8 @@ def document(length: int, spans: list[tuple[int, int]], first_id: int = 100, aux
         last_all=None if aux else (first_id + t).float()[:, None].repeat(1, 2),
         label_last=(first_id + at).float()[:, None].repeat(1, 2),
         label_argmax=first_id + at + 1,
+        label_ids=None,
+        label_logp=None,
     )
 
 
@@ -101,6 +104,8 @@ def test_idle_batch_has_the_shapes_and_counts_nothing():
 
 def test_to_keeps_every_field():
     batch = pack([document(9, [(3, 7)])], "eagle3")
+    few = len(batch.label_argmax)
+    batch = replace(batch, label_ids=torch.ones(few, 2), label_logp=torch.zeros(few, 2))
     moved = batch.to("cpu")
     assert isinstance(moved, PackedBatch)
     assert all(torch.equal(getattr(batch, name), getattr(moved, name)) for name in vars(batch))
