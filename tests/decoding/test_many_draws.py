@@ -1,22 +1,25 @@
-"""The shipped loop with the shipped source of chance, drawn many times and held against the law.
+"""The shipped loops with the shipped source of chance, drawn many times and held against the law.
 
 The target is a table: what it says depends on the last two tokens alone, so that a forward costs nothing and
-tens of thousands of texts are drawn. Loop, law, verification, sampling and trees are the shipped ones. With
-a fixed seed each test either always passes or never; a right loop would fail one of 1,000 seeds.
+100,000 texts are drawn, in batches. Loops, law, verification, sampling and trees are the shipped ones. With a
+fixed seed each test either always passes or never; a right loop would fail one of 1,000 seeds.
 """
 
 from __future__ import annotations
 
+import copy
 import itertools
+from collections import Counter
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from eagle_train.decoding import loop
+from eagle_train.decoding import batch, loop
+from eagle_train.decoding.batch import Job, generate_together
 from eagle_train.decoding.drafters import draw_without_replacement
 from eagle_train.decoding.loop import Settings, generate
-from eagle_train.decoding.reader import Rows
+from eagle_train.decoding.reader import Rows, kept_rows
 from eagle_train.decoding.sampling import Sampling, SeededChance, distribution
 from eagle_train.decoding.trees import Tree
 from eagle_train.targets.capture import Captured
@@ -33,7 +36,7 @@ class TableReader:
     """Stands for a target's forward: the state after a token is it and the one before."""
 
     def __init__(self, target, layer_ids) -> None:
-        self.text: list[int] = []
+        self.target, self.text = target, []
 
     def __enter__(self):
         return self
@@ -49,14 +52,43 @@ class TableReader:
         return Rows(start, torch.tensor(tokens), None, captured.last)
 
     def read_tree(self, tree: Tree) -> Captured:
-        before = [self.text[-1] if parent < 0 else tree.tokens[parent] for parent in tree.parents]
-        return Captured(None, torch.tensor(list(zip(before, tree.tokens, strict=True))))
+        return Captured(None, states_of(self.text, tree))
 
     def keep(self, tree: Tree, path, token, captured) -> Rows:
-        kept = [0, *path]
-        self.text += [tree.tokens[node] for node in kept]
-        tokens = torch.tensor([*(tree.tokens[node] for node in kept), token])
-        return Rows(len(self.text) - len(kept), tokens, None, captured.last[kept])
+        return kept(self.text, tree, path, token, captured)
+
+
+class TableBatchReader:
+    """The same for several texts."""
+
+    def __init__(self, target, layer_ids, most) -> None:
+        self.target, self.texts = target, []
+
+    __enter__, __exit__ = TableReader.__enter__, TableReader.__exit__
+
+    def join(self, alone: TableReader) -> None:
+        self.texts.append(alone.text)
+
+    def leave(self, text: int) -> None:
+        self.texts[text] = self.texts[-1]
+        self.texts.pop()
+
+    def read_trees(self, trees) -> list[Captured]:
+        return [Captured(None, states_of(*one)) for one in zip(self.texts, trees, strict=True)]
+
+    def keep(self, *given) -> list[Rows]:
+        return [kept(*one) for one in zip(self.texts, *given, strict=True)]
+
+
+def states_of(text: list[int], tree: Tree) -> torch.Tensor:
+    before = [text[-1] if parent < 0 else tree.tokens[parent] for parent in tree.parents]
+    return torch.tensor(list(zip(before, tree.tokens, strict=True)))
+
+
+def kept(text: list[int], tree: Tree, path, token, captured) -> Rows:
+    start = len(text)
+    text += [tree.tokens[node] for node in (0, *path)]
+    return kept_rows(start, tree, path, token, captured, torch.device("cpu"))
 
 
 def target():
@@ -111,13 +143,27 @@ RULES = {
 }
 
 
-def chi_square(drafter, block: bool, samples: int) -> tuple[float, int]:
+def alone(drafter, settings: Settings, samples: int) -> Counter:
+    """Draw texts one after the other."""
+    chance = SeededChance(11)
+    made = (generate(target(), drafter, PROMPT, settings, chance=chance).ids for _ in range(samples))
+    return Counter(map(tuple, made))
+
+
+def together(drafter, settings: Settings, samples: int) -> Counter:
+    """Draw texts in batches of 500, all from one source."""
+    chance, table, found = SeededChance(12), target(), Counter()
+    for start in range(0, samples, 5_000):
+        these = range(start, min(start + 5_000, samples))
+        jobs = [Job(PROMPT, copy.copy(drafter), chance) for _ in these]
+        found.update(tuple(made.ids) for made in generate_together(table, jobs, settings, 500))
+    return found
+
+
+def chi_square(drafter, block: bool, samples: int, draw=alone) -> tuple[float, int]:
     """Return the statistic of `samples` texts against the exact law, and its degrees of freedom."""
-    chance, seen = SeededChance(11), {}
-    settings = Settings(max_new_tokens=LENGTH, sampling=SAMPLING, eos_ids=(), block=block)
-    for _ in range(samples):
-        text = tuple(generate(target(), drafter, PROMPT, settings, chance=chance).ids)
-        seen[text] = seen.get(text, 0) + 1
+    seen = draw(drafter, Settings(max_new_tokens=LENGTH, sampling=SAMPLING, eos_ids=(), block=block), samples)
+    assert seen.total() == samples
     expected = {}
     for text in itertools.product(range(VOCAB), repeat=LENGTH):
         p, before = 1.0, tuple(PROMPT)
@@ -140,20 +186,24 @@ def limit(freedom: int) -> float:
 
 @pytest.fixture(autouse=True)
 def _table(monkeypatch):
-    monkeypatch.setattr(loop, "TargetReader", TableReader)
+    for module in (loop, batch):
+        monkeypatch.setattr(module, "TargetReader", TableReader)
+    monkeypatch.setattr(batch, "BatchReader", TableBatchReader)
 
 
+@pytest.mark.parametrize("draw", [alone, together])
 @pytest.mark.parametrize("rule", RULES)
-def test_1500_draws_agree_with_the_law(rule):
-    statistic, freedom = chi_square(*RULES[rule], 1_500)
+def test_1500_draws_agree_with_the_law(rule, draw):
+    statistic, freedom = chi_square(*RULES[rule], 1_500, draw)
     assert freedom > 15
     assert statistic < limit(freedom)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("rule", RULES)
-def test_20000_draws_agree_with_the_law(rule):
-    statistic, freedom = chi_square(*RULES[rule], 20_000)
+def test_100000_draws_agree_with_the_law(rule):
+    statistic, freedom = chi_square(*RULES[rule], 100_000, together)
+    assert freedom > 15
     assert statistic < limit(freedom)
 
 
@@ -166,5 +216,6 @@ def test_a_drafter_that_names_a_wrong_law_is_seen():
             q = [DRAFT_LAWS[token] for token in tree.tokens[:2]]
             return Tree(tree.tokens, tree.parents, (*q, None))
 
-    statistic, freedom = chi_square(Lying((1, 1), False), False, 1_500)
-    assert statistic > 3 * limit(freedom)
+    for draw in (alone, together):
+        statistic, freedom = chi_square(Lying((1, 1), False), False, 1_500, draw)
+        assert statistic > 3 * limit(freedom)
