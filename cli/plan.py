@@ -10,6 +10,8 @@ import typer
 
 from . import options
 
+_FREE = 0.9  # of a core; below, other work is said to be there
+
 NAME = "plan"
 HELP = "Say what extraction and training will take: bytes, memory, hours. Nothing is made."
 EXAMPLES = """
@@ -85,6 +87,7 @@ def _lines(found: dict[str, Any]) -> list[str]:
         f"(head of {memory['head_parameters'] / 1e6:.1f} M parameters)",
     ]
     if hours is not None:
+        free, share = found["hours_if_free"], found["share_of_a_core"]
         lines += [
             f"extract: {_time(hours['extract'])} on {found['workers']} x {found['device']}, each "
             f"{found['extract_tokens_per_second_of_a_worker']:,.0f} tokens/s",
@@ -92,6 +95,12 @@ def _lines(found: dict[str, Any]) -> list[str]:
             f"{found['train_tokens_per_second']:,.0f} tokens/s"
             + (f", {found['train_tokens']:,} tokens" if found["train_tokens"] is not None else ""),
         ]
+        if min(share.values()) < _FREE:
+            lines.append(
+                f"busy: other work left this process {share['extract']:.0%} of a core while extracting and "
+                f"{share['train']:.0%} while training; were the machine free: extract "
+                f"{_time(free['extract'])}, train {_time(free['train'])}"
+            )
     return lines
 
 

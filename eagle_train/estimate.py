@@ -2,7 +2,8 @@
 
 Bytes and memory follow from the rows, the target's config and the recipe. Hours come from a calibration
 on this machine: the target's own batches for some seconds, then the recipe's own training on what they
-left.
+left. Other work on the machine makes the clock run on while this process waits for a core, so its processor
+time is measured beside it: the hours are told as the machine is now, and as they would be were it free.
 """
 
 from __future__ import annotations
@@ -56,7 +57,9 @@ def estimate(
 ) -> dict[str, Any]:
     """Return tokens, shards, ``bytes`` by codec, ``memory`` and ``hours`` for extraction and training.
 
-    `seconds` of each are tried out; 0 leaves the hours out and loads no weights. `processes` is the number
+    `seconds` of each are tried out; 0 leaves the hours out and loads no weights. ``hours`` are by the clock,
+    as busy as the machine is now; ``share_of_a_core`` is what this process got of the core that it asked for,
+    and ``hours_if_free`` what remains where it gets all of it. `processes` is the number
     of extraction workers, by default as `eagle extract` would start; training is one process. Memory is in
     bytes on one device, activations left out. Raises UserError as extraction and training do.
     """
@@ -86,23 +89,53 @@ def estimate(
         "train_tokens": train_tokens,
         "train_minutes_at_most": recipe.run.minutes,
         "hours": None,
+        "hours_if_free": None,
+        "share_of_a_core": None,
     }
     if seconds == 0:
         return found
     with tempfile.TemporaryDirectory(prefix="eagle-plan-") as temporary:
         folder = Path(temporary)
-        extracted, checked = _try_extraction(work, target, folder / "shards", seconds, trust_remote_code)
-        trained = _try_training(folder, recipe, seconds)
-    hours = {"extract": (work.plan.tokens / extracted / workers + checked) / 3600}
-    limit = recipe.run.minutes
-    by_tokens = None if train_tokens is None else train_tokens / trained / 3600
-    hours["train"] = min(time for time in (by_tokens, limit and limit / 60) if time is not None)
+        extracted, checked, got = _try_extraction(work, target, folder / "shards", seconds, trust_remote_code)
+        trained, had = _try_training(folder, recipe, seconds)
+    extract = (work.plan.tokens / extracted / workers + checked) / 3600
     return {
         **found,
         "extract_tokens_per_second_of_a_worker": extracted,
         "train_tokens_per_second": trained,
-        "hours": hours,
+        "hours": {"extract": extract, "train": _train_hours(recipe, train_tokens, trained)},
+        "hours_if_free": {
+            "extract": extract * got,
+            "train": _train_hours(recipe, train_tokens, trained / had),
+        },
+        "share_of_a_core": {"extract": got, "train": had},
     }
+
+
+def _train_hours(recipe: Recipe, tokens: int | None, rate: float) -> float:
+    """Return the hours of so many tokens at a rate a second, or of the recipe's clock where it ends first."""
+    minutes = recipe.run.minutes
+    ends = (None if tokens is None else tokens / rate / 3600, minutes and minutes / 60)
+    return min(hours for hours in ends if hours is not None)
+
+
+class Stopwatch:
+    """Seconds by the clock, and those in which this thread had a core."""
+
+    def __init__(self) -> None:
+        self.wall = self.own = 0.0
+
+    def __enter__(self) -> Stopwatch:
+        self._begun = time.perf_counter(), time.thread_time()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.wall += time.perf_counter() - self._begun[0]
+        self.own += time.thread_time() - self._begun[1]
+
+    def share(self, device: str) -> float:
+        """Return the share of a core that this thread had; 1 where another device did the work."""
+        return min(1.0, max(self.own, 1e-9) / max(self.wall, 1e-9)) if device == "cpu" else 1.0
 
 
 def _train_tokens(work: Survey, recipe: Recipe) -> int | None:
@@ -144,35 +177,35 @@ def _bytes_a_weight(name: str, weight: nn.Parameter, recipe: Recipe) -> int:
 
 def _try_extraction(
     work: Survey, name: str, folder: Path, seconds: float, trust_remote_code: bool
-) -> tuple[float, float]:
+) -> tuple[float, float, float]:
     """Run batches spread over the plan and leave shards of them in `folder`.
 
-    Returns tokens a second, and the seconds of the check that every extraction starts with.
+    Returns tokens a second, the seconds of the check that every extraction starts with, and the share of a
+    core that this process had.
     """
     setting, (first, *others) = work.plan.setting, _spread(work)
     before = torch.get_num_threads()
     if work.device.type == "cpu":
         torch.set_num_threads(setting.threads)
     target = load_target(name, dtype=work.dtype, device=work.device, trust_remote_code=trust_remote_code)
-    done, kept, spent = 0, 0, 0.0
+    done, kept, spent = 0, 0, Stopwatch()
     with FeatureTap(target, setting.layer_ids) as tap:
         sample = [_run(work, tap, first)]  # warms up
         begun = time.perf_counter()
         check_start(tap, *sample[0], work.table, setting)
         checked = time.perf_counter() - begun
         for rows in others:
-            begun = time.perf_counter()
-            batch, features = _run(work, tap, rows)
-            spent += time.perf_counter() - begun
+            with spent:
+                batch, features = _run(work, tap, rows)
             done += len(batch.real)
             if kept < _MOST_KEPT:
                 sample.append((batch, features))
                 kept += len(batch.real)
-            if spent >= seconds:
+            if spent.wall >= seconds:
                 break
         _keep(work, target, tap, sample, folder)
     torch.set_num_threads(before)
-    return done / spent, checked
+    return done / spent.wall, checked, spent.share(work.device.type)
 
 
 def _run(work: Survey, tap: FeatureTap, rows: Sequence[int]) -> tuple[RowBatch, BatchFeatures]:
@@ -232,17 +265,22 @@ def _keep(
     close_directory(folder, plan)
 
 
-def _try_training(folder: Path, recipe: Recipe, seconds: float) -> float:
-    """Train on the sample for some seconds, as the recipe says; return tokens a second after a warm-up."""
+def _try_training(folder: Path, recipe: Recipe, seconds: float) -> tuple[float, float]:
+    """Train on the sample for some seconds, as the recipe says.
+
+    Returns tokens a second after a warm-up, and the share of a core that this process had.
+    """
     never = 1 << 40
     run = replace(
         recipe.run, epochs=None, steps=None, tokens=None, minutes=seconds / 60, log_every=1, patience=None
     )
     run = replace(run, eval_every=never, save_every=never)
     short = replace(recipe, run=run, data=replace(recipe.data, held_out=0))
-    train(folder / "shards", short, folder / "run", show=False)
+    with Stopwatch() as spent:
+        made = train(folder / "shards", short, folder / "run", show=False)
+    share = spent.share(made["device"])
     lines = [line for line in read_metrics(folder / "run") if line["step"] > 0]
     first, last = lines[min(1, len(lines) - 2)] if len(lines) > 1 else None, lines[-1]
     if first is None:  # one step alone took the whole time
-        return last["tokens"] / max(last["seconds"], 1e-9)
-    return (last["tokens"] - first["tokens"]) / max(last["seconds"] - first["seconds"], 1e-9)
+        return last["tokens"] / max(last["seconds"], 1e-9), share
+    return (last["tokens"] - first["tokens"]) / max(last["seconds"] - first["seconds"], 1e-9), share

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -87,6 +88,22 @@ def test_hours_come_from_trying_and_nothing_is_left_behind(
     assert 0 < found["hours"]["extract"] - 3371 / rate / 4 / 3600 < 60 / 3600  # the check at the start
     assert found["hours"]["train"] == pytest.approx(found["train_tokens"] / trained / 3600)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_busy_machine_is_said_and_left_out_of_the_second_figure(
+    tiny_rows_dir: Path, tiny_target_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from eagle_cli.plan import _lines
+
+    for share, said in ((0.5, True), (1.0, False)):
+        monkeypatch.setattr("time.thread_time", lambda share=share: share * time.perf_counter())
+        found = _plan(tiny_rows_dir, tiny_target_dir, "run.steps=1000", seconds=0.2)
+        assert found["share_of_a_core"] == pytest.approx({"extract": share, "train": share}, rel=1e-3)
+        for stage, hours in found["hours"].items():
+            assert found["hours_if_free"][stage] == pytest.approx(hours * share, rel=1e-3)
+        assert (
+            any(line.startswith("busy: other work left this process 50% ") for line in _lines(found)) is said
+        )
 
 
 def test_it_prints_what_it_found_and_the_next_command(
