@@ -75,7 +75,10 @@ Device = Annotated[
 ]
 DeviceMap = Annotated[
     str | None,
-    typer.Option("--device-map", help="Spread one model over all devices, for example auto; one process."),
+    typer.Option(
+        "--device-map",
+        help="For a target larger than one GPU: spread it over all, for example auto; one process.",
+    ),
 ]
 LabelTopK = Annotated[
     int,

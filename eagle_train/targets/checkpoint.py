@@ -47,7 +47,7 @@ def load_model(
             where, dtype=dtype, output_loading_info=True, **arguments
         )
     model, report = loaded
-    _refuse_incomplete(target, report)
+    _refuse_incomplete(target, report, config)
     if device_map is not None:
         _say_spilled(model)
         return model
@@ -212,17 +212,37 @@ def weight_of(module: Any) -> Tensor:
 
 
 def dense(weight: Tensor) -> Tensor:
-    """Return a weight as an ordinary tensor, dequantised where it is stored in blocks."""
-    weight = weight.detach()
-    return weight.dequantize() if type(weight) not in (Tensor, torch.nn.Parameter) else weight
+    """Return a weight as an ordinary tensor, dequantised where its kind says how, else as it is packed."""
+    kind, weight = type(weight), weight.detach()
+    if kind.dequantize is not Tensor.dequantize:
+        return weight.dequantize()
+    return weight if kind in (Tensor, torch.nn.Parameter) else weight.as_subclass(Tensor)
 
 
-def _refuse_incomplete(target: str, report: Any) -> None:
+def dense_output(weight: Tensor, name: str, what: str) -> Tensor:
+    """Return an embedding or lm_head [V, H] in numbers; UserError where it is packed otherwise."""
+    found = dense(weight)
+    if not found.is_floating_point():
+        raise UserError(
+            f"{name}: its {what} is packed as {str(found.dtype).removeprefix('torch.')}, wanted numbers; use "
+            f"a checkpoint whose {what} is left as it is, as quantisers do unless told otherwise"
+        )
+    return found
+
+
+def _refuse_incomplete(target: str, report: Any, config: PretrainedConfig) -> None:
     missing = sorted(_field(report, "missing_keys"))
     if missing:
         some = ", ".join(missing[:3]) + (" ..." if len(missing) > 3 else "")
+        quantised = getattr(config, "quantization_config", None)
+        method = quantised.get("quant_method") if isinstance(quantised, dict) else None
+        advice = (
+            f"does the installed transformers know its quantisation, {method}?"
+            if method
+            else "fetch it again"
+        )
         raise UserError(
-            f"{target}: the checkpoint lacks {len(missing)} of the model's tensors ({some}); fetch it again"
+            f"{target}: the checkpoint lacks {len(missing)} of the model's tensors ({some}); {advice}"
         )
     if wrong := _field(report, "mismatched_keys"):
         raise UserError(

@@ -44,11 +44,12 @@ def weights_fingerprint(model: PreTrainedModel, config: PretrainedConfig) -> str
 
     Values are rounded to bf16 first, so the same checkpoint in fp32 and in bf16 agrees. Every tensor is
     sampled, so a fine-tune of any layer shows. Independent of how the checkpoint is cut into files.
-    Quantised weights count as what they stand for, or as they are packed where they are buffers.
+    Quantised weights count as what they stand for where their kind says so, else as they are packed.
     """
     digest = hashlib.sha256()
     quantised = getattr(config, "quantization_config", None) is not None
     tensors = model.state_dict() if quantised else dict(model.named_parameters())
+    tensors = {name: value for name, value in tensors.items() if isinstance(value, torch.Tensor)}
     for name, tensor in sorted(tensors.items()):
         digest.update(f"{name}{list(tensor.shape)}".encode())
         if tensor.device.type == "meta":  # offloaded to disk: its shape has to do

@@ -81,8 +81,13 @@ class Target:
     def lm_head(self) -> Any:
         """The output embedding module."""
         head: Any = self.model.get_output_embeddings()
-        if head is None or not hasattr(head, "weight"):
+        if head is None:
             raise UserError(f"{self.name}: {type(self.model).__name__} has no lm_head; wanted a causal model")
+        if not hasattr(head, "weight"):
+            raise UserError(
+                f"{self.name}: its lm_head is packed ({type(head).__name__}, without a weight); use a "
+                "checkpoint whose lm_head is left as it is, as quantisers do unless told otherwise"
+            )
         return head
 
     @property
@@ -154,8 +159,8 @@ class Target:
 
     def frozen(self) -> FrozenTarget:
         """Return embedding and output map, sharing memory with the model."""
-        embedding = checkpoint.dense(self.embedding)
-        weight = checkpoint.dense(checkpoint.weight_of(self.lm_head))
+        embedding = checkpoint.dense_output(self.embedding, self.name, "embedding")
+        weight = checkpoint.dense_output(checkpoint.weight_of(self.lm_head), self.name, "lm_head")
         bias = getattr(self.lm_head, "bias", None)
         return FrozenTarget(
             embedding=embedding,

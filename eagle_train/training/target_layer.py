@@ -10,6 +10,7 @@ from torch import Tensor
 from eagle_train.errors import UserError
 from eagle_train.heads.disk import Head
 from eagle_train.heads.eagle3 import Eagle3Head
+from eagle_train.targets.checkpoint import dense
 from eagle_train.targets.load import load_target
 
 if TYPE_CHECKING:
@@ -43,7 +44,7 @@ def start_from_layer(head: Head, shards: RowSource, index: int) -> None:
     eagle3 = isinstance(head, Eagle3Head)
     layer: Any = head.midlayer if isinstance(head, Eagle3Head) else next(iter(head.layers))  # type: ignore[arg-type]
     parameters = dict(layer.named_parameters())
-    stored = {name: value.detach().float() for name, value in target.layers[index].state_dict().items()}
+    stored = {name: dense(value).float() for name, value in target.layers[index].state_dict().items()}
     wanted = {name: stored.get(name) for name in (*_COPIED, *(n for n in _NORMS if n in parameters))}
     for name in _WIDENED:
         wanted[name] = _widened(stored.get(name), parameters[name]) if eagle3 else stored.get(name)
