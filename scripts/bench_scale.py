@@ -1,23 +1,26 @@
-"""Time and memory of preparing, planning and reading more and more conversations.
+"""Time and memory of preparing, planning, writing and reading more and more conversations.
 
-    python scripts/bench_scale.py [--sizes 1000,10000,100000] [--num-proc 1] [--json]
+    python scripts/bench_scale.py [--sizes 1000,10000,100000] [--exchanges 4] [--num-proc 1] [--json]
 
-Conversations are synthetic (one to four exchanges, about 400 tokens), the tokenizer a tiny one trained on
-them; no model is loaded. Each size runs in a process of its own, so that its peak memory is its own: the
-resident size of that process, less what it had before it began. Prints seconds, tokens and MiB, and per
-1,000 conversations: where those stay level, growth is linear.
+Conversations are synthetic (one to four exchanges of about 165 tokens), the tokenizer a tiny one trained on
+them. The target is a stand-in of hidden size 8 whose states are zeros: no model runs, but shards are planned,
+written and read as with any other, row by row in the order of training, packed, one epoch. Each size runs in
+a process of its own, so that its peak memory is its own: the resident size of that process, mapped shards
+included, less what it had before it began. Prints processor seconds, which other work on the machine does not
+move, tokens and MiB, and per 1,000 conversations: where those stay level, growth is linear.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
+import os
 import random
 import resource
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -30,12 +33,12 @@ _CHATML = (
 )
 
 
-def conversations(count: int) -> Iterator[dict[str, Any]]:
-    """Yield `count` conversations of random words, the same for the same count."""
+def conversations(count: int, exchanges: int = 4) -> Iterator[dict[str, Any]]:
+    """Yield `count` conversations of random words, the same for the same numbers."""
     draw = random.Random(0)
     for number in range(count):
         messages = []
-        for _ in range(draw.randint(1, 4)):
+        for _ in range(draw.randint(1, exchanges)):
             for role, longest in (("user", 60), ("assistant", 180)):
                 words = draw.choices(_WORDS, k=draw.randint(longest // 6, longest))
                 messages.append({"role": role, "content": " ".join(words) + "."})
@@ -62,24 +65,72 @@ def save_tokenizer(folder: Path) -> None:
     tokenizer.save_pretrained(folder)
 
 
-def measure(size: int, num_proc: int) -> dict[str, Any]:
-    """Prepare, plan and read `size` conversations in this process; return what it took."""
+def write_shards(dataset: Any, table: Any, plan: Any, folder: Path) -> None:
+    """Fill the planned shards with states of zeros and close the directory, as extraction does."""
+    import torch
+
+    from eagle_train.shards.frozen_target import FrozenTarget
+    from eagle_train.shards.manifest import close_directory
+    from eagle_train.shards.writer import ShardBuffer
+
+    hidden, layers = plan.setting.hidden_size, len(plan.setting.layer_ids)
+    for number, shard in enumerate(plan.shards):
+        buffer = ShardBuffer(plan, number, table)
+        for rows in shard.batches:
+            ids = torch.cat([torch.tensor(dataset[row]["input_ids"], dtype=torch.int32) for row in rows])
+            tokens, labels = len(ids), int(table.num_labels[list(rows)].sum())
+            aux, last = torch.zeros(tokens, layers * hidden), torch.zeros(labels, hidden)
+            buffer.put(ids, aux, last, torch.zeros(labels), torch.zeros(labels), torch.zeros(tokens))
+        buffer.finish(folder, 0)
+    weight = torch.zeros(plan.setting.vocab_size, hidden)
+    FrozenTarget(weight, weight, target=plan.setting.target).save(folder)
+    plan.create(folder)
+    close_directory(folder, plan)
+
+
+def setting_of(table: Any) -> Any:
+    """Return the setting of an extraction from a target of hidden size 8."""
+    from eagle_train.shards.plan import default_shard_tokens
+    from eagle_train.shards.schema import Setting
+
+    return Setting(
+        rows_fingerprint=table.fingerprint(),
+        tokenizer_fingerprint="none",
+        target={"name": "zeros", "revision": None, "fingerprint": "zeros", "dtype": "bf16"},
+        features="eagle3",
+        layer_ids=(2, 4, 5),
+        codec="bf16",
+        hidden_size=8,
+        vocab_size=1000,
+        num_layers=8,
+        device="cpu",
+        threads=1,
+        batch_tokens=4096,
+        shard_tokens=default_shard_tokens(int(table.lengths.sum()), 4096),
+    )
+
+
+def measure(size: int, num_proc: int, exchanges: int) -> dict[str, Any]:
+    """Prepare, plan, write and read `size` conversations in this process; return what it took."""
     from eagle_train.data.prepare import prepare
     from eagle_train.data.rows import open_rows
-    from eagle_train.shards.plan import RowTable, make_batches
+    from eagle_train.shards.plan import RowTable, make_plan
+    from eagle_train.shards.reader import open_shards
+    from eagle_train.shards.sampler import Plan as Order
+    from eagle_train.training.loader import Loader
 
     seconds: dict[str, float] = {}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         save_tokenizer(folder / "tokenizer")
         with open(folder / "chats.jsonl", "w", encoding="utf-8") as file:
-            for record in conversations(size):
+            for record in conversations(size, exchanges):
                 file.write(json.dumps(record) + "\n")
         warm_up = folder / "one.jsonl"
         warm_up.write_text(json.dumps(next(conversations(1))))
         prepare([str(warm_up)], str(folder / "tokenizer"), folder / "one", num_proc=1, show=False)
         before = _peak_mib()
-        begun = time.perf_counter()
+        begun = _seconds()
         made = prepare(
             [str(folder / "chats.jsonl")],
             str(folder / "tokenizer"),
@@ -87,25 +138,37 @@ def measure(size: int, num_proc: int) -> dict[str, Any]:
             num_proc=num_proc,
             show=False,
         )
-        seconds["prepare"] = time.perf_counter() - begun
+        seconds["prepare"] = _seconds() - begun
         prepared = _peak_mib()
-        begun = time.perf_counter()
+        begun = _seconds()
         rows = open_rows(folder / "rows")
         table = RowTable.of(rows.dataset)
-        batches = make_batches(table.lengths, 4096)
-        seconds["plan"] = time.perf_counter() - begun
-        begun = time.perf_counter()
-        read = sum(len(rows.dataset[number]["input_ids"]) for batch in batches for number in batch)
-        seconds["read"] = time.perf_counter() - begun
+        plan = make_plan(table, setting_of(table))
+        seconds["plan"] = _seconds() - begun
+        begun = _seconds()
+        write_shards(rows.dataset, table, plan, folder / "shards")
+        seconds["write"] = _seconds() - begun
+        begun = _seconds()
+        shards = open_shards(folder / "shards")
+        lengths = tuple(int(length) for length in shards.lengths)
+        order = Order(tuple(range(len(lengths))), lengths, 0, 16_384)
+        windows = itertools.islice(order.windows(), len(order.epoch(0)))
+        read = sum(micro.batch.num_tokens for micro in Loader(shards, "eagle3", 3, 4096).training(windows))
+        seconds["iterate"] = _seconds() - begun
     assert read == made["tokens"]
     return {
         "conversations": size,
         "tokens": made["tokens"],
-        "batches": len(batches),
+        "shards": len(plan.shards),
         "seconds": seconds,
         "prepare_mib": prepared - before,
         "all_mib": _peak_mib() - before,
     }
+
+
+def _seconds() -> float:
+    """Processor seconds of this process and of the workers that it has waited for."""
+    return sum(os.times()[:4])
 
 
 def _peak_mib() -> float:
@@ -117,16 +180,18 @@ def main() -> None:
     """Measure every size and print a table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--sizes", default="1000,10000,100000")
+    parser.add_argument("--exchanges", type=int, default=4, help="at most so many in a conversation")
     parser.add_argument("--num-proc", type=int, default=1)
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--one", type=int, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.one is not None:
-        print(json.dumps(measure(options.one, options.num_proc)))
+        print(json.dumps(measure(options.one, options.num_proc, options.exchanges)))
         return
     figures = []
     for size in options.sizes.split(","):
         command = [sys.executable, __file__, "--one", size, "--num-proc", str(options.num_proc)]
+        command += ["--exchanges", str(options.exchanges)]
         ran = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
         figures.append(json.loads(ran.stdout.splitlines()[-1]))
         if not options.json:

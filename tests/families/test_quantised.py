@@ -194,5 +194,7 @@ def test_a_quantisation_that_nobody_knows_is_named(tmp_path: Path, tiny_target_d
         for name, tensor in load_tensors(folder / "model.safetensors")[0].items()
     }
     save_tensors(folder / "model.safetensors", tensors, {"format": "pt"})
-    with pytest.raises(UserError, match="lacks 8 of the .* does the installed transformers know its .*, zip"):
+    with pytest.raises(
+        UserError, match=r"lacks 8 of the .* does the installed transformers know its .*, zip"
+    ):
         load_target(folder, device="cpu")
