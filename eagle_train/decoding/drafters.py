@@ -145,7 +145,7 @@ class HeadDrafter:
     def propose(self) -> Tree:
         """Draft a tree below the last token observed."""
         first = self.head.logits(self._outs[0], self.frozen)  # (D,)
-        return answered(self.drafting(first), lambda rows: self._expand(*rows))
+        return answered(self.drafting(first), lambda rows: self.expand(*rows))
 
     @property
     def last_out(self) -> Tensor:
@@ -205,7 +205,7 @@ class HeadDrafter:
         """Draft `rows` tokens below the last verified row and forget them: for measuring the time."""
         ids = torch.zeros(rows, dtype=torch.int64, device=self._root.device)
         kept = (self._outs, self._seen, self._positions)
-        self._expand(ids, ids).topk(1)
+        self.expand(ids, ids).float().log_softmax(-1).topk(1)
         self.cache.drafted = 0
         self._outs, self._seen, self._positions = kept
 
@@ -213,7 +213,7 @@ class HeadDrafter:
         """Spread a law [D] over the target's vocabulary, [V]."""
         return law.new_zeros(self.frozen.vocab_size).index_copy_(0, self.head.draft_ids, law)
 
-    def _expand(self, draft_ids: Tensor, slots: Tensor) -> Tensor:
+    def expand(self, draft_ids: Tensor, slots: Tensor) -> Tensor:
         """Run the head on k drafted tokens below the rows in `slots`; return their logits [k, D]."""
         step = self.step(draft_ids, slots)
         embeds = self.frozen.embed(step.tokens)

@@ -10,9 +10,10 @@ from typing import Any
 
 import torch
 
+from eagle_train.decoding.drafters import HeadDrafter
 from eagle_train.decoding.loop import Settings, plain
 from eagle_train.decoding.sampling import Sampling
-from eagle_train.decoding.shapes import Chain, Shape, Static, write_shape
+from eagle_train.decoding.shapes import Chain, Dynamic, Shape, Static, write_shape
 from eagle_train.decoding.trees import StaticShape, best_paths
 from eagle_train.errors import UserError
 from eagle_train.evaluation.evaluate import evaluate
@@ -22,6 +23,7 @@ from eagle_train.evaluation.outputs import check_output
 from eagle_train.evaluation.questions import Question, conversations, read_questions
 from eagle_train.evaluation.replay import Tables, replay_chain, replay_paths, tables
 from eagle_train.evaluation.report import draft_name
+from eagle_train.evaluation.tree_replay import TreeTables, replay_tree, tree_tables
 from eagle_train.heads.disk import Head
 from eagle_train.heads.medusa import MedusaHead
 from eagle_train.progress import Progress, progress
@@ -31,7 +33,8 @@ from eagle_train.targets.capture import FeatureTap
 from eagle_train.targets.load import Target, load_target
 
 DEPTH, RANKS = 8, 10  # of the tables: guesses in a row, ranks told apart
-_BUDGETS = (3, 5, 7, 11, 15, 25, 39, 59)  # guesses of a static tree
+TREE_DEPTH, TOP_KS = 6, (4, 8)  # of dynamic trees
+_BUDGETS = (3, 5, 7, 11, 15, 25, 39, 59)  # guesses of a tree
 _STOPS = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6)
 
 
@@ -64,7 +67,7 @@ def tune(
     out: str | Path | None = None,
     show: bool = True,
 ) -> dict[str, Any]:
-    """Choose the chain or static tree that maximises tokens per second; measure it beside plain decoding.
+    """Choose the chain or tree that maximises tokens per second; measure it beside plain decoding.
 
     Every other question is answered by the target, and the head's acceptance on those answers is replayed for
     every candidate; together with the machine's times that predicts its speed. The best is decoded on the
@@ -86,12 +89,17 @@ def tune(
         raise UserError("eagle tune: got one question, wanted at least two: to learn from and to measure on")
     settings = Settings(max_new_tokens=max_new_tokens, sampling=sampling, seed=seed)
     learnt = some[::2]
-    with progress("tune", len(learnt) + PASSES, "steps", show) as bar:
+    with progress("tune", len(learnt) + PASSES + len(TOP_KS), "steps", show) as bar:
         batch, prompt = answered(loaded, target, learnt, settings, chat_template, bar)
         machine = measure(loaded, target, prompt, bar)
+        trees = []
+        for top_k in TOP_KS:
+            drafter = HeadDrafter(loaded, target, Dynamic(top_k=top_k), sampling)
+            trees.append(tree_tables(drafter, batch, top_k, TREE_DEPTH, _BUDGETS))
+            bar.advance(1, "growing trees")
     frozen = target.frozen().to(dtype=torch.float32)
     found = tables(_in_fp32(loaded, target), frozen, batch, DEPTH, sampling)
-    ranked = _ranked(candidates(found, machine, sampling.greedy))
+    ranked = _ranked(candidates(found, machine, sampling.greedy, trees))
     best, alone = ranked[0], 1 / machine.plain_token()
     report = evaluate(
         loaded,
@@ -158,8 +166,10 @@ def _in_fp32(head: Head, target: Target) -> Head:
     return copy.deepcopy(head).to(device=target.device, dtype=torch.float32).eval()
 
 
-def candidates(found: Tables, machine: Machine, greedy: bool) -> Iterator[Candidate]:
-    """Yield chains, chains that stop, and static trees of the likeliest paths, with what they promise."""
+def candidates(
+    found: Tables, machine: Machine, greedy: bool, trees: Sequence[TreeTables] = ()
+) -> Iterator[Candidate]:
+    """Yield chains, chains that stop, static trees of the likeliest paths, and dynamic trees by `trees`."""
     for gamma in range(1, DEPTH + 1):
         for stop in _STOPS:
             expected = replay_chain(found, gamma, greedy, stop)
@@ -175,6 +185,20 @@ def candidates(found: Tables, machine: Machine, greedy: bool) -> Iterator[Candid
             tau = replay_paths(found.ranks, found.room, paths).tau
             levels = [len(expanded) for _, _, _, expanded in StaticShape.from_paths(paths).levels if expanded]
             yield Candidate(Static(paths), tau, machine.round(len(paths) + 1, levels, tau))
+    for grown in trees:
+        yield from _dynamic_candidates(grown, machine)
+
+
+def _dynamic_candidates(grown: TreeTables, machine: Machine) -> Iterator[Candidate]:
+    for (guesses, depth), steps in grown.steps.items():
+        if guesses > grown.most_guesses(depth):
+            continue
+        tau, whole = replay_tree(grown, guesses, depth).tau, int(steps)
+        fewer, more = (
+            machine.round(guesses + 1, [grown.top_k] * number, tau) for number in (whole, whole + 1)
+        )
+        seconds = fewer + (more - fewer) * (steps - whole)
+        yield Candidate(Dynamic(guesses + 1, grown.top_k, depth), tau, seconds)
 
 
 def _ranked(offered: Iterable[Candidate]) -> list[Candidate]:

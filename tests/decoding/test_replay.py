@@ -9,10 +9,12 @@ import torch
 
 from eagle_train.decoding.drafters import HeadDrafter
 from eagle_train.decoding.loop import Settings, generate, plain
-from eagle_train.decoding.sampling import Sampling
-from eagle_train.decoding.shapes import Chain, Static
+from eagle_train.decoding.reader import Rows
+from eagle_train.decoding.sampling import Sampling, SeededChance
+from eagle_train.decoding.shapes import Chain, Dynamic, Static
 from eagle_train.decoding.trees import EAGLE1_PATHS
 from eagle_train.evaluation.replay import replay_chain, replay_paths, tables
+from eagle_train.evaluation.tree_replay import replay_tree, tree_tables
 from eagle_train.evaluation.tuning import answered
 from eagle_train.heads.config import HeadConfig
 from eagle_train.heads.disk import build_head
@@ -63,6 +65,45 @@ def test_a_static_tree_replayed_equals_the_loop(target, known, paths):
     assert (counts.rounds, counts.tokens) == (measured.rounds, measured.tokens)
     assert counts == AcceptanceCounts(histogram=(0,) * len(counts.histogram)) + measured
     assert counts.tau > 1.1
+
+
+@pytest.mark.parametrize(("top_k", "sizes"), [(3, [(4, 3), (9, 4), (2, 1), (21, 2)]), (8, [(25, 3)])])
+def test_a_dynamic_tree_replayed_equals_the_loop(target, known, top_k, sizes):
+    """Whatever its number of nodes and levels, from trees of more of both that were grown once."""
+    some, head, batch = known
+    budgets = [guesses for guesses, _ in sizes]
+    found = tree_tables(HeadDrafter(head, target, Dynamic()), batch, top_k, 4, budgets)
+    for guesses, depth in sizes:
+        counts = replay_tree(found, guesses, depth)
+        measured = decoded(target, head, Dynamic(guesses + 1, top_k, depth), some)
+        assert counts == AcceptanceCounts(histogram=(0,) * len(counts.histogram)) + measured
+        assert counts.tau > 1.1
+        assert 0 <= found.steps[guesses, depth] <= depth - 1
+
+
+@pytest.mark.parametrize("guesses", [2, 6, 12])
+@torch.inference_mode()
+def test_the_steps_of_a_dynamic_tree_are_those_it_takes(target, known, guesses):
+    """In the mean over the rows whose next token is among the first guesses."""
+    _, head, batch = known
+    found = tree_tables(HeadDrafter(head, target, Dynamic()), batch, 4, 4, [guesses])
+    drafter, taken, rows, read = HeadDrafter(head, target, Dynamic(guesses + 1, 4, 4)), [], 0, -1
+    expand = drafter.expand
+    drafter.expand = lambda *given: taken.append(1) or expand(*given)
+    for row, place in zip(batch.rows.tolist(), batch.position[batch.rows].tolist(), strict=True):
+        if read < row - place:
+            drafter.begin(SeededChance(0))
+            read = row - place
+        feature, tokens = batch.feature[read : row + 1], batch.input_ids[read : row + 2]
+        aux = feature if drafter.layer_ids else None
+        drafter.observe(Rows(place - (row - read), tokens, aux, feature))
+        read = row + 1
+        best = head.logits(drafter.last_out, drafter.frozen).topk(4).indices
+        if batch.input_ids[row + 2] in head.target_ids(best):
+            rows += 1
+            drafter.propose()
+    assert rows > 10
+    assert found.steps[guesses, 4] == pytest.approx(len(taken) / rows)
 
 
 @pytest.mark.parametrize("stop", [0.0, 0.05, 0.3, 0.8])

@@ -11,10 +11,11 @@ import pytest
 import torch
 
 from eagle_cli.main import main
-from eagle_train.decoding.shapes import Chain, Static, read_shape
+from eagle_train.decoding.shapes import Chain, Dynamic, Static, read_shape
 from eagle_train.errors import UserError
 from eagle_train.evaluation.machine import OUTPUTS, ROWS, SIZES, Machine, measure
-from eagle_train.evaluation.replay import Tables
+from eagle_train.evaluation.replay import NEVER, Tables
+from eagle_train.evaluation.tree_replay import TreeTables
 from eagle_train.evaluation.tuning import candidates, tune
 from eagle_train.heads.config import HeadConfig
 from eagle_train.heads.disk import build_head, save_head
@@ -60,6 +61,25 @@ def test_free_tokens_call_for_a_large_tree_and_dear_ones_for_little():
     assert dear.rate <= 1.001  # plain decoding makes one token a second
     levels = best(found, machine(0.0, per_level=0.5))
     assert levels.shape.figures["depth"] < free.shape.figures["depth"]
+
+
+def test_a_dynamic_tree_is_worth_its_drafting_steps_where_they_are_cheap():
+    """A head whose second guess is right wherever its first is not, one level deep or two."""
+    ranks = torch.full((60, 2, 2), NEVER)
+    ranks[:, 0, 0] = ranks[:, 1, 0] = torch.arange(60) % 2
+    ranks[:, 1, 1] = 2
+    steps = {(2, 1): 0.0, (3, 2): 1.0}
+    grown = TreeTables(4, ranks, steps, list(range(60, 0, -1)))
+
+    def offered(per_level: float) -> dict:
+        found = candidates(half_right(), machine(0.0, per_level), True, [grown])
+        return {one.shape: one for one in found if isinstance(one.shape, Dynamic)}
+
+    one_level, two_levels = Dynamic(3, 4, 1), Dynamic(4, 4, 2)
+    assert {shape: one.tau for shape, one in offered(0.0).items()} == {one_level: 2.0, two_levels: 3.0}
+    cheap, dear = offered(0.1), offered(2.0)
+    assert cheap[two_levels].rate > cheap[one_level].rate
+    assert dear[two_levels].rate < dear[one_level].rate
 
 
 def test_a_chain_stops_where_the_head_knows_that_it_is_wrong():
@@ -122,6 +142,8 @@ def test_sampling_is_tuned_for_too(head, target):
     report = tune(head, target, num_questions=2, max_new_tokens=8, sampling=Sampling(1.0), show=False)
     rates = [one["speedup"] for one in report["candidates"]]
     assert rates == sorted(rates, reverse=True)
+    kinds = {one["draft"].split()[0] for one in report["candidates"]}
+    assert kinds == {"chain", "static", "dynamic"}
     assert report["best"]["draft"] == report["candidates"][0]["draft"]
     assert report["wins"] == (report["measured_speedup"] > 1)
     assert report["measured"]["tree"] == report["best"]["shape"]

@@ -118,7 +118,7 @@ def test_dynamic_tree_scores(name, kind, prefix):
     case.observe(0, "input.input_ids", "input.hidden_states")
     drafter = case.drafter
     first = drafter.head.logits(drafter._outs[0], drafter.frozen)
-    _, _, scores = grow_dynamic(first, drafter._expand, total_tokens=16, top_k=4, depth=5)
+    _, _, scores = grow_dynamic(first, drafter.expand, total_tokens=16, top_k=4, depth=5)
     torch.testing.assert_close(scores, case.tensors[f"{prefix}.node_scores"], atol=1e-4, rtol=0)
 
 
