@@ -6,7 +6,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready-$(subst =,_,$(TORCH))
 
-.PHONY: help setup demo test test-slow check lint types layers format clean serve-check
+.PHONY: help setup demo test test-slow check lint types layers format clean serve-check sglang-check
 
 help:
 	@echo "make demo       set up, then run the whole chain on the built-in small model (about 15 minutes, 2 cores)"
@@ -14,6 +14,7 @@ help:
 	@echo "make test-slow  the long trials (under 45 minutes)"
 	@echo "make check      lint, types, layering and the tests"
 	@echo "make serve-check  HEAD=run/ in vLLM on the CPU beside our loop (fetches 2 GB once; part of a release)"
+	@echo "make sglang-check  HEAD=run/ in SGLang's model classes on the CPU (fetches 1 GB once; part of a release)"
 	@echo "make setup      only set up .venv"
 
 setup: $(READY)
@@ -58,3 +59,7 @@ HEAD ?= eagle-demo/run
 ENGINE_ENV ?= .venv-vllm
 serve-check: setup
 	$(BIN)/python scripts/serve_check.py $(HEAD) --engine-env $(ENGINE_ENV)
+
+SGLANG_ENV ?= .venv-sglang
+sglang-check: setup
+	$(BIN)/python scripts/sglang_check.py $(HEAD) --engine-env $(SGLANG_ENV)
