@@ -9,11 +9,12 @@ from typing import Any
 
 from eagle_train.errors import UserError
 
-_STYLE = """body{font:15px/1.5 system-ui,sans-serif;max-width:60rem;margin:2rem auto;color:#222}
-table{border-collapse:collapse;margin:1rem 0}
+_STYLE = """body{font:15px/1.5 system-ui,sans-serif;max-width:60rem;margin:2rem auto;padding:0 1rem;
+color:#222;background:#fff;overflow-wrap:anywhere}
+table{border-collapse:collapse;margin:1rem 0;display:block;overflow-x:auto;overflow-wrap:normal}
 td,th{padding:.3rem .8rem;border-bottom:1px solid #ddd;text-align:left}
 svg{max-width:100%;height:auto}figure{margin:1.5rem 0}figcaption{color:#555}
-pre{background:#f6f6f6;padding:1rem}"""
+pre{background:#f6f6f6;padding:1rem;overflow-x:auto}"""
 
 
 def check_matplotlib(what: str) -> None:
@@ -28,7 +29,8 @@ def as_html(title: str, parts: Sequence[str]) -> str:
     """Return the whole page around its parts."""
     body = "\n".join(parts)
     return (
-        f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{as_text(title)}</title>'
+        f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
+        f'<meta name="viewport" content="width=device-width"><title>{as_text(title)}</title>'
         f"<style>{_STYLE}</style></head>\n<body>\n{body}\n</body></html>\n"
     )
 

@@ -84,8 +84,8 @@ def main() -> int:
     results = [check_head(head, python) for head in asked.heads]
     for one in results:
         print(
-            f"{one['head']}: {one['class']}, draft vocabulary {one['draft_vocab_size']:,}, {one['parameters']} "
-            f"parameters; outputs up to {one['largest_output']:.4g} differ by "
+            f"{one['head']}: {one['class']}, draft vocabulary {one['draft_vocab_size']:,}, "
+            f"{one['parameters']} parameters; outputs up to {one['largest_output']:.4g} differ by "
             f"{one['largest_difference']:.2g}; faults: {', '.join(one['faults']) or 'none'}"
         )
     if asked.json:

@@ -14,19 +14,19 @@ class SizeClasses:
     """Rounds by how many tokens stood before them, in classes 1-1, 2-3, 4-7, .."""
 
     def __init__(self) -> None:
-        self._sums: dict[int, list[int]] = defaultdict(lambda: [0, 0])
+        self._sums: dict[int, list[float]] = defaultdict(lambda: [0, 0])
 
-    def add(self, before: int, emitted: int) -> None:
-        """Count a round that emitted so many tokens."""
+    def add(self, before: int, emitted: float, rounds: float = 1) -> None:
+        """Count a round, or an expected number of them, that emitted so many tokens in all."""
         sums = self._sums[before.bit_length()]
-        sums[0] += 1
+        sums[0] += rounds
         sums[1] += emitted
 
     @property
     def taus(self) -> dict[str, float]:
         """Tokens per round of each class, by its name, the smallest sizes first."""
         named = ((f"{2 ** (bits - 1)}-{2**bits - 1}", sums) for bits, sums in sorted(self._sums.items()))
-        return {name: tokens / rounds for name, (rounds, tokens) in named}
+        return {name: tokens / rounds for name, (rounds, tokens) in named if rounds}
 
 
 @dataclass

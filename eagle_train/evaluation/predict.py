@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -172,13 +172,14 @@ def _figures(
                 found = tables(head, frozen, batch, depth, sampling)
                 expected = replay_chain(found, shape.gamma, sampling.greedy, shape.stop)
                 rounds, tokens = rounds + expected.rounds, tokens + expected.tokens
+                _sort(expected.began, batch, by_place, by_context)
             else:
                 counts += _replayed(head, frozen, batch, shape, by_place, by_context)
                 rounds, tokens = float(counts.rounds), counts.tokens
             bar.advance(batch.num_tokens, f"tau {tokens / max(rounds, 1):.3f}")
-    if by_law:
-        return {"tau": tokens / rounds if rounds else 1.0, "rounds": rounds, "tokens": tokens}
     by_size = {"tau_by_place": by_place.taus, "tau_by_context": by_context.taus}
+    if by_law:
+        return {"tau": tokens / rounds if rounds else 1.0, "rounds": rounds, "tokens": tokens, **by_size}
     return {**acceptance_figures(counts, depth), **by_size}
 
 
@@ -200,14 +201,24 @@ def _replayed(
         depth, paths = max(map(len, shape.paths)), shape.paths
         ranks = tables(head, frozen, batch, depth, Sampling()).ranks
     counts = replay_paths(ranks, room, paths, began)
+    _sort([(at, 1, emitted) for at, emitted in began], batch, by_place, by_context)
+    return counts
+
+
+def _sort(
+    began: Iterable[tuple[int, float, float]],
+    batch: PackedBatch,
+    by_place: SizeClasses,
+    by_context: SizeClasses,
+) -> None:
+    """Sort rounds by where they began: of each row in order, how many, and what they emitted in all."""
     before = (batch.position[batch.rows] + 2).tolist()  # tokens of the text when row t guesses x[t+2]
-    first = 0
-    for at, emitted in began:
+    room, first = batch.room.tolist(), 0
+    for at, rounds, emitted in began:
         if at >= first + room[first]:  # the next answer
             first = at
-        by_place.add(at - first + 1, emitted)
-        by_context.add(before[at], emitted)
-    return counts
+        by_place.add(at - first + 1, emitted, rounds)
+        by_context.add(before[at], emitted, rounds)
 
 
 def _identity(target: str, dtype: str, trust_remote_code: bool) -> dict[str, Any]:

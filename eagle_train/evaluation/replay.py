@@ -96,6 +96,7 @@ class Expected:
     rounds: float
     tokens: int
     made: tuple[float, ...]  # made[g]: rounds with g guesses
+    began: tuple[tuple[int, float, float], ...] = ()  # of each row: how many rounds began, what they emitted
 
     @property
     def tau(self) -> float:
@@ -116,6 +117,7 @@ def replay_chain(found: Tables, gamma: int, greedy: bool, stop: float = 0.0) -> 
     given = found.sure if greedy else found.said  # of a guess that stood: it is the text's token
     stood, sure, likely = stands.T.tolist(), found.sure.T.tolist(), given.T.tolist()
     visits, made, tokens, start = [0.0] * (len(found.room) + gamma + 2), [0.0] * (gamma + 1), 0, 0
+    began = []
     for row, room in enumerate(found.room):
         if row == start:  # an answer's first row: its room leads to the next answer's
             visits[row] += 1
@@ -127,12 +129,14 @@ def replay_chain(found: Tables, gamma: int, greedy: bool, stop: float = 0.0) -> 
                 break
             reach, guesses = reach * likely[row][step], guesses + 1
         made[guesses] += visits[row]
-        left = visits[row]
+        left, emitted = visits[row], 0.0
         for accepted in range(min(guesses, room)):
             stays = left * stood[row][accepted]
+            emitted += (accepted + 1) * (left - stays)
             if accepted + 1 < room:
                 visits[row + accepted + 1] += left - stays
             left = stays
         if guesses + 1 < room:
             visits[row + guesses + 1] += left
-    return Expected(sum(made), tokens, tuple(made))
+        began.append((row, visits[row], emitted + min(guesses + 1, room) * left))
+    return Expected(sum(made), tokens, tuple(made), tuple(began))

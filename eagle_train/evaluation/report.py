@@ -73,11 +73,7 @@ def _result_lines(result: dict[str, Any]) -> list[str]:
         + ("" if result["speedup"] >= 1 else f", more than the {result['tau']:.2f} tokens it gives"),
         f"  output                    {_lossless(result)}",
     ]
-    for key, words in (("category", "tau by category  "), ("place", "tau by place     ")):
-        if taus := result[f"tau_by_{key}"]:
-            listed = ", ".join(f"{name} {tau:.2f}" for name, tau in taus.items())
-            found.append(f"  {words}         {listed}")
-    return found
+    return found + _tau_by(result)
 
 
 def _lossless(result: dict[str, Any]) -> str:
@@ -107,13 +103,20 @@ def predicted_lines(report: dict[str, Any]) -> list[str]:
         f"  acceptance length (tau)   {report['tau']:.3f}   ({report['tokens']:,} tokens in "
         f"{report['rounds']:,.10g} rounds{'' if 'accepted_histogram' in report else ', as expected'})",
     ]
-    if "accepted_histogram" not in report:
-        return found
-    places = ", ".join(f"{name} {tau:.2f}" for name, tau in report["tau_by_place"].items())
-    return [
-        *found,
-        f"  accepted by position      {_shares(report['accepted_by_position'])}",
-        f"  given the previous        {_shares(report['accepted_given_previous'])}",
-        f"  rounds by accepted count  {' '.join(map(str, report['accepted_histogram']))}",
-        f"  tau by place              {places}",
-    ]
+    if "accepted_histogram" in report:
+        found += [
+            f"  accepted by position      {_shares(report['accepted_by_position'])}",
+            f"  given the previous        {_shares(report['accepted_given_previous'])}",
+            f"  rounds by accepted count  {' '.join(map(str, report['accepted_histogram']))}",
+        ]
+    return found + _tau_by(report)
+
+
+def _tau_by(figures: dict[str, Any]) -> list[str]:
+    """Return lines of acceptance lengths by class, those that there are."""
+    found = []
+    for key, words in (("category", "category"), ("place", "place in the answer"), ("context", "context")):
+        if taus := figures.get(f"tau_by_{key}"):
+            listed = ", ".join(f"{name} {tau:.2f}" for name, tau in taus.items())
+            found.append(f"  {f'tau by {words}':24}  {listed}")
+    return found

@@ -152,6 +152,8 @@ def test_a_sampled_chain_replayed_is_the_loops_expectation(toy, gamma, stop):
         expected = replay_chain(found, gamma, False, stop)
         assert expected.tokens == length - 1
         assert expected.rounds == pytest.approx(weighted / probability, abs=1e-4)
+        assert sum(rounds for _, rounds, _ in expected.began) == pytest.approx(expected.rounds)
+        assert sum(emitted for *_, emitted in expected.began) == pytest.approx(expected.tokens)
 
 
 def test_sampled_texts_under_the_targets_law_alone_accept_by_rank(toy):

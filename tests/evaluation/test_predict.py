@@ -122,9 +122,9 @@ def test_trees_and_stopping_chains_are_predicted_too(target, answered, trained, 
     everything = range(open_shards(answered[1][kind]).num_rows)
     predicted = predict(head, answered[1][kind], draft=draft, rows=everything, show=False)
     measured = evaluate(head, target, QUESTIONS, [draft], max_new_tokens=24, show=False)
-    names = ["tau", "rounds", "tokens", "tree"]
+    names = ["tau", "rounds", "tokens", "tree", "tau_by_place", "tau_by_context"]
     if not isinstance(draft, Chain):
-        names += ["accepted_histogram", "tau_by_place", "tau_by_context"]
+        names += ["accepted_histogram"]
     for name in names:
         assert predicted[name] == pytest.approx(measured[name]), name
     assert predicted["tau"] > 1.1
@@ -142,6 +142,9 @@ def test_a_sampled_chain_is_expected_to_take_the_rounds_it_took(target, answered
     assert 1 < warm["tau"] < 4
     assert warm["tau"] != pytest.approx(greedy["tau"], abs=0.05)
     assert "as expected" in "\n".join(predicted_lines(warm))
+    assert {"1-1", "2-3", "4-7"} <= set(warm["tau_by_place"])
+    assert all(1 <= tau <= 4 for key in ("place", "context") for tau in warm[f"tau_by_{key}"].values())
+    assert "tau by context" in "\n".join(predicted_lines(warm))
 
 
 @pytest.fixture(scope="module")
