@@ -29,10 +29,28 @@ from eagle_train.heads.foreign import read_any
 
 ENGINE = "sglang==0.5.23"
 ALONE = (ENGINE, "triton==3.7.1", "compressed-tensors==0.18.0")  # what they ask for is not taken
-BESIDE = (
-    "aiohttp apache-tvm-ffi dill gguf ipython loguru msgspec numpy openai==2.8.0 orjson partial-json-parser "
-    "pillow psutil pybase64 pyzmq requests safetensors sentencepiece starlette transformers==5.24.0"
-).split()
+BESIDE = [
+    "aiohttp",
+    "apache-tvm-ffi",
+    "dill",
+    "gguf",
+    "ipython",
+    "loguru",
+    "msgspec",
+    "numpy",
+    "openai==2.8.0",
+    "orjson",
+    "partial-json-parser",
+    "pillow",
+    "psutil",
+    "pybase64",
+    "pyzmq",
+    "requests",
+    "safetensors",
+    "sentencepiece",
+    "starlette",
+    "transformers==5.24.0",
+]
 CLOSE = 1e-4  # of the largest output: float32, sums in another order
 HERE = Path(__file__).parent
 
