@@ -28,7 +28,7 @@ from eagle_train.decoding.verify import Stood, walk_block, walk_greedy, walk_sam
 from eagle_train.targets.load import Target
 
 OnRound = Callable[[Tree, list[int]], None]
-"""Called with a round's tree and the nodes that stood."""
+"""Called with a round's tree and the nodes that stood, unless the round ended its text."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ def generate_together(
     waiting, active = deque(texts), list[_Text]()
     drafter = jobs[0].drafter if jobs else None
     layer_ids = () if drafter is None else drafter.layer_ids
-    with BatchReader(target, layer_ids, size) as reader:
+    with BatchReader(target, layer_ids, min(size, len(jobs))) as reader:
         while waiting or active:
             while waiting and len(active) < size:
                 text = waiting.popleft()
@@ -117,17 +117,17 @@ def _round(
     for text, tree, (path, token) in zip(present, trees, stood, strict=True):
         accepted = None if text.job.drafter is None else len(path)
         text.answer.add([*(tree.tokens[node] for node in path), token], accepted)
-        if on_round is not None and accepted is not None:
-            on_round(tree, path)
     rows = reader.keep(trees, [path for path, _ in stood], [token for _, token in stood], seen)
     go_on = [i for i, text in enumerate(present) if not text.answer.finished]
     if drafting and go_on:
         observe_all([drafting[i] for i in go_on], [rows[i] for i in go_on])
-    for i in reversed(range(len(present))):
-        if i not in go_on:
-            reader.leave(i)
-            active[i] = active[-1]
-            active.pop()
+    if drafting and on_round is not None:
+        for i in go_on:
+            on_round(trees[i], stood[i][0])
+    for i in sorted(set(range(len(present))) - set(go_on), reverse=True):
+        reader.leave(i)
+        active[i] = active[-1]
+        active.pop()
     share = (now(target.device) - began) / len(present)
     for text in present:
         text.answer.made.decode_seconds += share

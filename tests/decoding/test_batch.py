@@ -113,10 +113,26 @@ CASES = [
 
 @pytest.mark.parametrize(("kind", "shape", "sampling", "block"), CASES)
 def test_heads_draft_and_draw_together_as_alone(target, kind, shape, sampling, block):
-    drafter = HeadDrafter(small_head(target, kind, num_hidden_layers=2), target, shape, sampling)
+    head = small_head(target, kind, num_hidden_layers=2)
     settings = Settings(max_new_tokens=10, sampling=sampling, block=block)
-    got = generate_together(target, jobs(lambda number: copy.copy(drafter)), settings, 3)
-    assert rounds(got) == rounds(alone(target, lambda number: drafter, settings))
+    drafters = [[Noted(head, target, shape, sampling) for _ in PROMPTS] for _ in range(2)]
+    got = generate_together(target, jobs(lambda number: drafters[0][number]), settings, 3)
+    assert rounds(got) == rounds(alone(target, lambda number: drafters[1][number], settings))
+    together, by_itself = ([drafter.guessed for drafter in some] for some in drafters)
+    assert together == by_itself
+
+
+class Noted(HeadDrafter):
+    """Remembers what it guessed."""
+
+    def begin(self, chance) -> None:
+        self.guessed: list = []
+        super().begin(chance)
+
+    def drafting(self, first):
+        tree = yield from super().drafting(first)
+        self.guessed.append((tree.tokens, tree.parents))
+        return tree
 
 
 @pytest.mark.parametrize("window", [None, 6])
