@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from eagle_train.decoding.batch_reader import BatchReader
 from eagle_train.decoding.draft_model import DraftModel, first_layers
 from eagle_train.decoding.lookahead import Lookahead
 from eagle_train.decoding.loop import Settings, generate, plain
@@ -69,10 +70,11 @@ def longrope(switch: int):
 def test_families_that_cannot_take_guesses_back_are_refused_before_decoding(config, words):
     name, settings = config
     target = Target("org/model", None, random_model(other_config(name, **settings)))
-    with pytest.raises(UserError) as caught:
-        TargetReader(target, ())
-    assert str(caught.value).startswith(f"org/model: {words}")
-    assert "\n" not in str(caught.value)
+    for read in (lambda: TargetReader(target, ()), lambda: BatchReader(target, (), 4)):
+        with pytest.raises(UserError) as caught:
+            read()
+        assert str(caught.value).startswith(f"org/model: {words}")
+        assert "\n" not in str(caught.value)
 
 
 def test_families_that_cannot_be_decoded_may_still_give_features():
