@@ -5,9 +5,10 @@
 Conversations are synthetic (one to four exchanges of about 165 tokens), the tokenizer a tiny one trained on
 them. The target is a stand-in of hidden size 8 whose states are zeros: no model runs, but shards are planned,
 written and read as with any other, row by row in the order of training, packed, one epoch. Each size runs in
-a process of its own, so that its peak memory is its own: the resident size of that process, mapped shards
-included, less what it had before it began. Prints processor seconds, which other work on the machine does not
-move, tokens and MiB, and per 1,000 conversations: where those stay level, growth is linear.
+a process of its own, so that its memory is its own: the peak of preparing, and what the process holds beside
+the mapped shards once all is read, less what it had before it began. Prints processor seconds, which other
+work on the machine does not move, tokens and MiB, and per 1,000 conversations: where those stay level, growth
+is linear.
 """
 
 from __future__ import annotations
@@ -74,11 +75,12 @@ def write_shards(dataset: Any, table: Any, plan: Any, folder: Path) -> None:
     from eagle_train.shards.writer import ShardBuffer
 
     hidden, layers = plan.setting.hidden_size, len(plan.setting.layer_ids)
+    num_labels = table.num_labels
     for number, shard in enumerate(plan.shards):
         buffer = ShardBuffer(plan, number, table)
         for rows in shard.batches:
             ids = torch.cat([torch.tensor(dataset[row]["input_ids"], dtype=torch.int32) for row in rows])
-            tokens, labels = len(ids), int(table.num_labels[list(rows)].sum())
+            tokens, labels = len(ids), int(num_labels[list(rows)].sum())
             aux, last = torch.zeros(tokens, layers * hidden), torch.zeros(labels, hidden)
             buffer.put(ids, aux, last, torch.zeros(labels), torch.zeros(labels), torch.zeros(tokens))
         buffer.finish(folder, 0)
@@ -129,7 +131,7 @@ def measure(size: int, num_proc: int, exchanges: int) -> dict[str, Any]:
         warm_up = folder / "one.jsonl"
         warm_up.write_text(json.dumps(next(conversations(1))))
         prepare([str(warm_up)], str(folder / "tokenizer"), folder / "one", num_proc=1, show=False)
-        before = _peak_mib()
+        before, held = _peak_mib(), _own_mib()
         begun = _seconds()
         made = prepare(
             [str(folder / "chats.jsonl")],
@@ -155,6 +157,7 @@ def measure(size: int, num_proc: int, exchanges: int) -> dict[str, Any]:
         windows = itertools.islice(order.windows(), len(order.epoch(0)))
         read = sum(micro.batch.num_tokens for micro in Loader(shards, "eagle3", 3, 4096).training(windows))
         seconds["iterate"] = _seconds() - begun
+        at_the_end = _own_mib() - held
     assert read == made["tokens"]
     return {
         "conversations": size,
@@ -162,7 +165,7 @@ def measure(size: int, num_proc: int, exchanges: int) -> dict[str, Any]:
         "shards": len(plan.shards),
         "seconds": seconds,
         "prepare_mib": prepared - before,
-        "all_mib": _peak_mib() - before,
+        "all_mib": at_the_end,
     }
 
 
@@ -174,6 +177,15 @@ def _seconds() -> float:
 def _peak_mib() -> float:
     unit = 1 if sys.platform == "darwin" else 1024  # bytes there, KiB elsewhere
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**20
+
+
+def _own_mib() -> float:
+    """Memory of this process now without the files that it maps, which go when others need the room."""
+    try:
+        lines = Path("/proc/self/status").read_text().splitlines()
+    except OSError:
+        return _peak_mib()
+    return sum(int(line.split()[1]) for line in lines if line.startswith("RssAnon:")) / 1024
 
 
 def main() -> None:
@@ -206,7 +218,7 @@ def _line(made: dict[str, Any]) -> str:
         f"{stage} {taken:.1f} s ({1000 * taken / thousands:.0f} ms)"
         for stage, taken in made["seconds"].items()
     ]
-    memory = f"{made['prepare_mib']:.0f} MiB to prepare, {made['all_mib']:.0f} MiB in all"
+    memory = f"{made['prepare_mib']:.0f} MiB to prepare, {made['all_mib']:.0f} MiB held at the end"
     head = f"{made['conversations']:,} conversations, {made['tokens']:,} tokens"
     return f"{head}: {', '.join(parts)}; {memory} ({made['all_mib'] / thousands:.1f} MiB)"
 
