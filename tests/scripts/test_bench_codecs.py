@@ -49,3 +49,15 @@ def test_recoded_top_labels_are_those_that_extraction_keeps(
         torch.testing.assert_close(first.label_logp, second.label_logp, rtol=0, atol=0.01)
     assert 0 < errors["labels"]["variation"] <= errors["labels"]["bound"] < 1
     assert upkeep.verify(tmp_path / "recoded", show=False)["faults"] == []
+
+
+def test_one_table_compares_sizes_errors_and_acceptance(
+    tiny_shards_dir: Path, script: Callable[[str], ModuleType]
+) -> None:
+    module = script("bench_codecs")
+    found = module.compare(tiny_shards_dir, ["bf16", "fp8+top4"], "eagle3-tiny", ["run.steps=2"], True)
+    head, _, *lines = module.table(found).splitlines()
+    assert [line.split(" | ")[0] for line in lines] == ["| bf16", "| fp8+top4"]
+    assert all(line.count("|") == head.count("|") for line in lines)
+    assert found["fp8+top4"]["bytes_per_token"] < 0.7 * found["bf16"]["bytes_per_token"]
+    assert all(1 <= one["tau"] < 4 for one in found.values())
