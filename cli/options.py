@@ -149,6 +149,17 @@ def parse_layers(option: str, text: str | None) -> tuple[int, ...] | None:
     return tuple(map(int, words))
 
 
+def parse_size(option: str, text: str) -> int:
+    """Return the bytes of ``200GB`` or ``1.5GiB``; raise UserError, naming `option`, for another text."""
+    from eagle_train.errors import UserError
+
+    found = re.fullmatch(r"([0-9]{1,9}(?:\.[0-9]{1,9})?) ?([KMGT]?)(i?)B", text, re.IGNORECASE)
+    if found is None or (found[3] and not found[2]):
+        raise UserError(f"{option} {text[:60]}: wanted a size, such as 200GB or 1.5GiB")
+    base = 1024 if found[3] else 1000
+    return int(float(found[1]) * base ** " KMGT".index(found[2].upper() or " "))
+
+
 def draft_shapes(
     names: list[str], gamma: int | None, tree_tokens: int | None, top_k: int | None, depth: int | None
 ) -> list[Shape]:

@@ -32,7 +32,7 @@ EXAMPLES = """
     torchrun --nproc-per-node 8 -m eagle_cli.main train shards/ --recipe my.yaml --track wandb --out run/
 """
 
-_OF_THE_TARGET = ("target", "dtype", "target_device", "batch_tokens", "trust_remote_code")
+_OF_THE_TARGET = ("target", "dtype", "target_device", "batch_tokens", "codec", "trust_remote_code")
 
 
 def run(
@@ -40,7 +40,7 @@ def run(
     shards: Path = typer.Argument(
         ...,
         metavar="SHARDS",
-        help="The folder that eagle extract made; with --online the rows that eagle prepare made.",
+        help="The folder that eagle extract made; with --online or --max-disk the rows of eagle prepare.",
     ),
     recipe: str = typer.Option(
         ...,
@@ -66,8 +66,15 @@ def run(
     online: bool = typer.Option(
         False, "--online", help="Train on rows without shards: --target computes features in these processes."
     ),
+    max_disk: str | None = typer.Option(
+        None,
+        "--max-disk",
+        metavar="SIZE",
+        help="Train one epoch on rows while their shards are made, read and removed in OUT/shards: never "
+        "more of them than SIZE, such as 200GB.",
+    ),
     target: str | None = typer.Option(
-        None, "--target", help="With --online: hub id, directory or .gguf file of the rows' target."
+        None, "--target", help="With these two: hub id, directory or .gguf file of the rows' target."
     ),
     dtype: options.Dtype = "auto",
     target_device: str | None = typer.Option(
@@ -76,6 +83,7 @@ def run(
     batch_tokens: int | None = typer.Option(
         None, "--batch-tokens", min=1, help="Tokens of one forward of the target; default as for extract."
     ),
+    codec: str = typer.Option("bf16", "--codec", help="With --max-disk: bf16, fp32, fp8 or int8."),
     trust_remote_code: options.TrustRemoteCode = False,
     processes: int | None = typer.Option(
         None, "--processes", help="Processes on this machine; default one, or those torchrun started."
@@ -104,10 +112,11 @@ def run(
     if resume and rehearse:
         raise UserError(f"--resume {out}: a dry run begins anew and reads no run; leave one of the two out")
     live = None
-    if online:
-        live = _live(target, dtype, target_device, batch_tokens, trust_remote_code)
+    if online or max_disk is not None:
+        live = _live(context, online, max_disk)
     else:
-        options.refuse_unread(context, _OF_THE_TARGET, "features come from shards without --online")
+        why = "features come from shards without --online or --max-disk"
+        options.refuse_unread(context, _OF_THE_TARGET, why)
     resolved = load_recipe(recipe, settings)
     if processes is not None and processes != 1:
         from eagle_train.distributed import relaunch
@@ -147,14 +156,28 @@ def run(
     return None
 
 
-def _live(
-    target: str | None, dtype: str, device: str | None, batch_tokens: int | None, trust_remote_code: bool
-) -> LiveTarget:
+def _live(context: typer.Context, online: bool, max_disk: str | None) -> LiveTarget:
     from eagle_train.training.source import LiveTarget
 
-    if target is None:
-        raise UserError("--online: needs the rows' target; give --target T")
-    return LiveTarget(target, dtype, device, batch_tokens, trust_remote_code)
+    given = context.params
+    mode = "--online" if online else "--max-disk"
+    if online and max_disk is not None:
+        raise UserError(
+            f"--online --max-disk {max_disk}: online nothing is on disk; leave one of the two out"
+        )
+    if given["target"] is None:
+        raise UserError(f"{mode}: needs the rows' target; give --target T")
+    if online:
+        options.refuse_unread(context, ("codec",), "--online rounds nothing")
+    return LiveTarget(
+        given["target"],
+        given["dtype"],
+        given["target_device"],
+        given["batch_tokens"],
+        given["trust_remote_code"],
+        None if max_disk is None else options.parse_size("--max-disk", max_disk),
+        given["codec"],
+    )
 
 
 def _following(again: list[str], processes: int | None) -> str:

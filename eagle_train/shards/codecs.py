@@ -74,7 +74,7 @@ def encode(codec: Codec, states: Tensor, groups: int) -> tuple[Tensor, Tensor | 
         return states.to(codec.dtype), None
     parts = states.float().unflatten(-1, (groups, -1))  # (n, G * H) -> (n, G, H)
     scale = parts.abs().amax(-1) / codec.largest
-    scale = torch.where(scale > _NIL, scale, 1.0)  # (n, G); all zeros stay zeros
+    scale = torch.where(scale <= _NIL, 1.0, scale)  # (n, G); all zeros stay zeros, NaN stays NaN
     parts = parts / scale[..., None]
     if not codec.dtype.is_floating_point:
         parts = parts.round()

@@ -103,17 +103,29 @@ def make_batches(lengths: np.ndarray, batch_tokens: int) -> list[tuple[int, ...]
     return batches
 
 
-def make_plan(table: RowTable, setting: Setting) -> Plan:
-    """Return the plan of all rows of `table`: every row exactly once."""
-    batches = make_batches(table.lengths, setting.batch_tokens)
-    count = min(len(batches), max(1, ceil(int(table.lengths.sum()) / setting.shard_tokens)))
-    labels = table.num_labels
-    shards = []
-    for number in range(count):
-        mine = tuple(batches[number::count])
-        rows = [row for batch in mine for row in batch]
-        tokens, positions = int(table.lengths[rows].sum()), int(labels[rows].sum())
-        num_spans = sum(len(table.spans[row]) for row in rows)
-        shapes = tensor_shapes(setting, len(rows), num_spans, tokens, positions)
-        shards.append(PlannedShard(mine, tokens, positions, tensor_bytes(shapes)))
-    return Plan(setting, len(table), tuple(shards))
+def make_plan(table: RowTable, setting: Setting, groups: Sequence[Sequence[int]] | None = None) -> Plan:
+    """Return the plan of all rows of `table`: every row exactly once.
+
+    `groups` are the rows of each shard, where it matters which; else rows of all lengths are in every shard.
+    """
+    if groups is None:
+        batches = make_batches(table.lengths, setting.batch_tokens)
+        count = min(len(batches), max(1, ceil(int(table.lengths.sum()) / setting.shard_tokens)))
+        dealt = [batches[number::count] for number in range(count)]
+    else:
+        dealt = [
+            [
+                tuple(group[i] for i in batch)
+                for batch in make_batches(table.lengths[list(group)], setting.batch_tokens)
+            ]
+            for group in groups
+        ]
+    return Plan(setting, len(table), tuple(_shard(table, setting, tuple(batches)) for batches in dealt))
+
+
+def _shard(table: RowTable, setting: Setting, batches: tuple[tuple[int, ...], ...]) -> PlannedShard:
+    rows = [row for batch in batches for row in batch]
+    tokens, positions = int(table.lengths[rows].sum()), sum(num_labels(table.spans[row]) for row in rows)
+    num_spans = sum(len(table.spans[row]) for row in rows)
+    shapes = tensor_shapes(setting, len(rows), num_spans, tokens, positions)
+    return PlannedShard(batches, tokens, positions, tensor_bytes(shapes))

@@ -101,14 +101,14 @@ class ShardBuffer:
         owner = np.repeat(np.array(self.rows), self.table.lengths[list(self.rows)])
         return sorted({int(row) for row in owner[bad_tokens.numpy()]})
 
-    def finish(self, folder: Path, most_bad: int) -> int:
-        """Write the shard without its bad rows and return their number.
+    def finish(self, folder: Path, most_bad: int | None) -> int:
+        """Write the shard without its bad rows and return their number; with them where `most_bad` is None.
 
         Raises UserError, and writes nothing, when more than `most_bad` rows are bad or all of several;
         also on a full disk.
         """
-        bad = set(self.bad_rows())
-        if len(bad) > most_bad or 1 < len(bad) == len(self.rows):
+        bad = set() if most_bad is None else set(self.bad_rows())
+        if most_bad is not None and (len(bad) > most_bad or 1 < len(bad) == len(self.rows)):
             raise UserError(
                 f"row {self.table.row_ids[min(bad)]}: features are NaN or infinite, as in {len(bad)} of the "
                 f"{len(self.rows)} rows of shard {self.number} (at most {most_bad} more may be skipped); "

@@ -102,7 +102,8 @@ class OnlineRows(RowSource):
 
     def close(self) -> None:
         """Take the hooks off the target."""
-        self._open.close()
+        with self._lock:
+            self._open.close()
 
     def _bytes(self, row: int) -> int:
         """Bytes of a row's features: tapped layers, last states and labels."""

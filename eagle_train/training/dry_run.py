@@ -61,7 +61,7 @@ def dry_run(
     processes = join_processes()
     dtype = pick_precision(recipe.run.precision, processes.device)
     live = None if live is None else replace(live, max_disk=None)
-    source = open_source(Path(place), recipe, processes, dtype, live)
+    source = open_source(Path(place), recipe, processes, dtype, live, Path("dry run"), 0)
     hasty = replace(recipe, optim=replace(recipe.optim, name="adamw", lr=LEARNING_RATE, ema=0.0))
     session = build_session(processes, source, hasty, Path("dry run"), None, init_from, deepspeed)
     show = show and processes.is_main

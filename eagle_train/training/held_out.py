@@ -1,4 +1,4 @@
-"""Held-out conversations, and the acceptance length on them without decoding."""
+"""Rows to train on, in order; those held out, and the acceptance length on them without decoding."""
 
 from __future__ import annotations
 
@@ -10,8 +10,11 @@ from typing import TYPE_CHECKING, Any
 from eagle_train.config import Recipe
 from eagle_train.errors import UserError
 from eagle_train.losses.acceptance import AcceptanceCounts, chain_hits, greedy_chain
+from eagle_train.shards.sampler import Plan
 
 if TYPE_CHECKING:
+    import numpy as np
+
     from eagle_train.heads.disk import Head
     from eagle_train.shards.batches import PackedBatch
     from eagle_train.shards.frozen_target import FrozenTarget
@@ -63,6 +66,13 @@ def rows_of(
         "rows_without_labels": counting.count(False),
     }
     return train, held_out, facts
+
+
+def order_of(recipe: Recipe, rows: Sequence[int], lengths: np.ndarray) -> Plan:
+    """Return the order in which a run sees its training rows; `lengths` are those of all rows."""
+    data = recipe.data
+    own = tuple(int(lengths[row]) for row in rows)
+    return Plan(tuple(rows), own, recipe.run.seed, data.tokens_per_step, data.rows_per_step)
 
 
 def predict_chain(

@@ -74,6 +74,8 @@ def _train(session: Session, trackers: Sequence[str], show: bool) -> dict[str, A
         progress("train", left, "steps", show) as bar,
     ):
         done = _catch_up(session, interrupt, log) and _loop(session, interrupt, log, bar)
+    if done and processes.is_main:
+        session.loader.source.trained_past(sys.maxsize)
     if not done:
         if processes.is_main:
             step = session.state.step

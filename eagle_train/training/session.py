@@ -18,12 +18,12 @@ from eagle_train.shards.sampler import Plan, Window
 from eagle_train.training import build, checkpoints, run_folder
 from eagle_train.training.checkpoints import State
 from eagle_train.training.engine import Engine
-from eagle_train.training.held_out import predict_chain, rows_of
+from eagle_train.training.held_out import order_of, predict_chain, rows_of
 from eagle_train.training.interrupt import Interrupt
 from eagle_train.training.loader import Loader
 from eagle_train.training.optim import lr_factor
 from eagle_train.training.processes import Processes, pick_precision
-from eagle_train.training.source import LiveTarget, open_source, order_of
+from eagle_train.training.source import LiveTarget, open_source
 from eagle_train.training.zero import ZeroEngine, read_zero_config
 
 if TYPE_CHECKING:
@@ -209,7 +209,8 @@ def open_session(
     source: RowSource | None = None
     try:
         checkpoint = run_folder.look(out, resume, init_from)
-        source = open_source(place, recipe, processes, dtype, live)
+        done = 0 if checkpoint is None else checkpoints.load_state(checkpoint).step
+        source = open_source(place, recipe, processes, dtype, live, out, done)
         init_from = run_folder.decide(out, recipe, source, resume, init_from)
         session = build_session(processes, source, recipe, out, checkpoint, init_from, deepspeed)
     except BaseException:

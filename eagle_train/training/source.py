@@ -2,25 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 from eagle_train.config import Recipe
 from eagle_train.errors import UserError
 from eagle_train.shards.reader import open_shards
 from eagle_train.shards.row_source import RowSource
-from eagle_train.shards.sampler import Plan
 from eagle_train.shards.schema import MANIFEST
 from eagle_train.targets.load import load_target
 from eagle_train.targets.online import OnlineRows
 from eagle_train.targets.survey import survey
 from eagle_train.training.build import check_shards
+from eagle_train.training.passing import open_passing
 from eagle_train.training.processes import Processes
+from eagle_train.training.run_folder import STREAM
 
 
 @dataclass(frozen=True)
@@ -48,25 +47,27 @@ class LiveTarget:
         }
 
 
-def order_of(recipe: Recipe, rows: Sequence[int], lengths: np.ndarray) -> Plan:
-    """Return the order in which a run sees its training rows; `lengths` are those of all rows."""
-    data = recipe.data
-    own = tuple(int(lengths[row]) for row in rows)
-    return Plan(tuple(rows), own, recipe.run.seed, data.tokens_per_step, data.rows_per_step)
-
-
 def open_source(
-    place: Path, recipe: Recipe, processes: Processes, dtype: torch.dtype, live: LiveTarget | None
+    place: Path,
+    recipe: Recipe,
+    processes: Processes,
+    dtype: torch.dtype,
+    live: LiveTarget | None,
+    out: Path,
+    done: int,
 ) -> RowSource:
-    """Open shards, or rows whose features `live` computes when they are read.
+    """Open shards, or rows whose features `live` computes when they are read, or just before into `out`.
 
-    8-bit states are decoded to `dtype`. Raises UserError where they do not hold what the recipe's head reads.
+    The run in `out` stands after `done` steps. 8-bit states are decoded to `dtype`. Raises UserError where
+    shards do not hold what the recipe's head reads.
     """
     if live is None:
         shards = open_shards(place, rank=processes.rank, world=processes.world, dtype=dtype)
         check_shards(recipe, shards)
         return shards
     refuse_shards(place)
+    if live.max_disk is not None:
+        return open_passing(place, recipe, processes, dtype, live, out / STREAM, done)
     settings = live.settings(recipe, processes.device)
     work = survey(place, live.name, None, **settings)
     target = load_target(

@@ -38,7 +38,12 @@ CASES = {
     "zero3, one row a step": ["data.rows_per_step=1"],
     "zero3, one row is NaN": ["data.rows_per_step=4", "run.steps=5"],
     "online, three rows a step": ["data.rows_per_step=3"],
+    "passing, three rows a step": ["data.rows_per_step=3"],
     "zero2, bf16": ["data.rows_per_step=3", "run.precision=bf16"],
+}
+LIVE = {
+    "online": lambda target: LiveTarget(target, "fp32"),
+    "passing": lambda target: LiveTarget(target, "fp32", max_disk=700_000, codec="fp32"),
 }
 POISONED = 5  # the row, which is met in these steps once
 
@@ -63,7 +68,7 @@ def run(name: str, places: Places) -> None:
     try:
         recipe = load_recipe("eagle3-tiny", [*SETTINGS, *CASES[name]])
         source = places.shards_eagle1 if "eagle1" in name else places.shards
-        live = LiveTarget(places.target, "fp32") if name.startswith("online") else None
+        live = LIVE.get(name.split(",")[0], lambda target: None)(places.target)
         source = places.rows if live else source
         train(source, recipe, Path(places.out) / name, live=live, deepspeed=stage, show=False)
     finally:

@@ -86,8 +86,9 @@ def test_two_processes_equal_one_with_accumulation(name, runs):
     assert_equal_runs(one, two)
 
 
-def test_two_processes_without_shards_equal_one_and_training_from_shards(runs):
-    one, two = runs("online, three rows a step")
+@pytest.mark.parametrize("source", ["online", "passing"])
+def test_two_processes_on_rows_equal_one_and_training_from_shards(source, runs):
+    one, two = runs(f"{source}, three rows a step")
     assert_equal_runs(one, two)
     assert_equal_runs(runs("three rows a step")[0], two)
 

@@ -110,3 +110,20 @@ def poison(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, float], None]:
         monkeypatch.setattr(Shards, "read", reading)
 
     return arm
+
+
+@pytest.fixture(scope="session")
+def row_by_row(tmp_path_factory, tiny_rows_dir, tiny_target_dir) -> Callable[[str], Path]:
+    """Shards for a kind of head whose every row was a batch of its own: no sum depends on its neighbours."""
+    made: dict[str, Path] = {}
+
+    def of(kind: str) -> Path:
+        from eagle_train.targets.extract import extract
+
+        if kind not in made:
+            made[kind] = tmp_path_factory.mktemp("row-by-row") / kind
+            settings = {"codec": "fp32", "dtype": "fp32", "device": "cpu", "batch_tokens": 1}
+            extract(tiny_rows_dir, tiny_target_dir, made[kind], features=kind, show=False, **settings)
+        return made[kind]
+
+    return of

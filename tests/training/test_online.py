@@ -16,7 +16,6 @@ from eagle_train.io import read_json
 from eagle_train.recipe_files import load_recipe
 from eagle_train.shards.reader import open_shards
 from eagle_train.targets import online
-from eagle_train.targets.extract import extract
 from eagle_train.targets.load import load_target
 from eagle_train.targets.online import OnlineRows
 from eagle_train.targets.survey import survey
@@ -33,21 +32,6 @@ OF_KIND["medusa"] = ["head.kind=medusa", "head.medusa_heads=2", "head.draft_voca
 
 def figures(run: Path) -> list[tuple]:
     return [(line["step"], line["tokens"], line.get("loss"), line.get("tau")) for line in read_metrics(run)]
-
-
-@pytest.fixture(scope="module")
-def row_by_row(tmp_path_factory, tiny_rows_dir, tiny_target_dir) -> Callable[[str], Path]:
-    """Shards for a kind of head whose every row was a batch of its own: no sum depends on its neighbours."""
-    made: dict[str, Path] = {}
-
-    def of(kind: str) -> Path:
-        if kind not in made:
-            made[kind] = tmp_path_factory.mktemp("row-by-row") / kind
-            settings = {"codec": "fp32", "dtype": "fp32", "device": "cpu", "batch_tokens": 1}
-            extract(tiny_rows_dir, tiny_target_dir, made[kind], features=kind, show=False, **settings)
-        return made[kind]
-
-    return of
 
 
 @pytest.fixture
