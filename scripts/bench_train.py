@@ -1,6 +1,7 @@
 """Tokens per second, peak memory and the share of the matrix rate of one training step, beside a naive twin.
 
     python scripts/bench_train.py [--seconds 120] [--threads 1] [--cases 512,8192,1.0,fp32 ...] [--json]
+    python scripts/bench_train.py --growth [--json]
 
 A case is length, draft vocabulary, share of rows counted, precision: one document of that length, forward,
 backward and AdamW, at the sizes of SmolLM2-135M unless --sizes says otherwise. "naive" does what
@@ -9,11 +10,15 @@ process of its own, so that its peak memory is its own; on one thread the time i
 other work on the machine does not matter. The matrix rate is that of plain products of the step's shapes,
 measured in the same process; the arithmetic counted is that of counted rows alone (numerics: a row's own
 projections, its keys, its logits, the target's logits once), three times forward for forward and backward.
+
+--growth takes a single step at each of several lengths, to see how memory and time grow: memory by the bytes
+that each token more takes, time by the share of the matrix rate, which stays where it grows like the work.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import resource
 import subprocess
@@ -44,6 +49,7 @@ CASES = [
     "16384,8192,0.4,bf16",
     "512,32000,1.0,bf16",
 ]
+GROWTH = [f"{length},8192,0.4,bf16" for length in (512, 2048, 8192, 16384)]
 NAIVE_UP_TO = 512  # tokens; longer ones would take most of the time
 
 
@@ -168,8 +174,12 @@ def arithmetic(case: Case, sizes: Sizes) -> float:
 
 
 def best_time(work: Callable[[], Any], seconds: float, clock: Callable[[], float], device: str) -> float:
-    """Return the shortest time of `work` over repeats that fill `seconds`, after one to warm up."""
-    work()
+    """Return the shortest time of `work` over repeats that fill `seconds`, after one to warm up.
+
+    Without any seconds: the time of the first.
+    """
+    if seconds > 0:
+        work()
     found, begun = float("inf"), time.monotonic()
     while found == float("inf") or time.monotonic() - begun < seconds:
         _wait(device)
@@ -214,6 +224,10 @@ def measure(case: Case, sizes: Sizes, naive: bool, seconds: float, device: str =
         optimizer.step()
         optimizer.zero_grad()
 
+    for parameter in head.parameters():  # so that the optimizer's state is there from the first step
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    optimizer.zero_grad()
     if device == "cuda":
         torch.cuda.reset_peak_memory_stats()
     spent = best_time(train, seconds, clock, device)
@@ -238,6 +252,12 @@ def _apart(text: str, naive: bool, given: argparse.Namespace) -> dict[str, float
     return json.loads(done.stdout)
 
 
+def growth(report: list[dict[str, Any]]) -> list[float]:
+    """Return the KiB that a token more takes, from each case to the next longer one."""
+    sizes = [(Case.of(found["case"]).length, found["peak_gib"] * 2**20) for found in report]
+    return [(b - a) / (longer - shorter) for (shorter, a), (longer, b) in itertools.pairwise(sizes)]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -249,6 +269,7 @@ def main() -> None:
     parser.add_argument(
         "--sizes", nargs=7, type=int, default=list(vars(Sizes()).values()), help=Sizes.__doc__
     )
+    parser.add_argument("--growth", action="store_true", help="one step at 512 to 16,384 tokens, ours alone")
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--naive", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--alone", action="store_true", help=argparse.SUPPRESS)
@@ -258,12 +279,15 @@ def main() -> None:
         case, sizes = Case.of(given.cases[0]), Sizes(*given.sizes)
         print(json.dumps(measure(case, sizes, given.naive, given.repeat_seconds)))
         return
-    begun, report = time.monotonic(), []
+    if given.growth:
+        given.cases, given.repeat_seconds, given.seconds = GROWTH, 0.0, float("inf")
+    begun, report = time.monotonic(), list[dict[str, Any]]()
     if not given.json:
         print("length, vocabulary, counted, dtype       tokens/s  peak GiB  of matrix rate")
     for text in given.cases:
         for naive in (False, True):
-            if time.monotonic() - begun > given.seconds or (naive and Case.of(text).length > NAIVE_UP_TO):
+            left_out = naive and (given.growth or Case.of(text).length > NAIVE_UP_TO)
+            if left_out or time.monotonic() - begun > given.seconds:
                 continue
             found = {"case": text, "naive": naive, **_apart(text, naive, given)}
             report.append(found)
@@ -276,6 +300,8 @@ def main() -> None:
                 )
     if given.json:
         print(json.dumps(report))
+    elif given.growth:
+        print(f"KiB for each token more: {', '.join(f'{size:.1f}' for size in growth(report))}")
 
 
 if __name__ == "__main__":
