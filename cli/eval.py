@@ -80,6 +80,7 @@ def run(
     top_p: options.TopP = 1.0,
     top_k_sampling: options.TopKSampling = 0,
     repetition_penalty: options.RepetitionPenalty = 1.0,
+    no_processors: options.NoProcessors = False,
     block: bool = typer.Option(
         False, "--block", help="Accept chains of samples as a whole (block verification)."
     ),
@@ -201,6 +202,7 @@ def run(
         sizes=Sizes(gamma, window, level, guesses),
         sampling=Sampling(0.0, top_k_sampling, top_p, repetition_penalty),
         block=block,
+        processors=not no_processors,
         max_new_tokens=max_new_tokens,
         num_questions=num_questions,
         max_turns=max_turns,

@@ -43,6 +43,14 @@ RepetitionPenalty = Annotated[
     float,
     typer.Option("--repetition-penalty", help="Logits of tokens in the text are divided by it; 1 is off."),
 ]
+NoProcessors = Annotated[
+    bool,
+    typer.Option(
+        "--no-processors",
+        help="Leave out what the target's generation_config sets beside temperature, top-k and top-p, such "
+        "as a repetition penalty.",
+    ),
+]
 TopP = Annotated[
     float, typer.Option("--top-p", help="Sample from the smallest set with this much probability.")
 ]

@@ -111,7 +111,8 @@ def _round(
     seen = reader.read_trees(trees)
     lasts = [one.last[: len(tree) - tree.own] for one, tree in zip(seen, trees, strict=True)]
     written = [[*text.prompt, *text.answer.made.ids] for text in present]
-    laws = LawsTogether(target, settings.sampling, written, trees, lasts)
+    begun = [len(text.prompt) for text in present]
+    laws = LawsTogether(target, settings.sampling, written, trees, lasts, begun)
     walks = [_walk(tree, settings, text.job.chance) for tree, text in zip(trees, present, strict=True)]
     stood = answered_together(walks, laws)
     for text, tree, (path, token) in zip(present, trees, stood, strict=True):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cached_property
 from itertools import accumulate
 from typing import Any
@@ -10,7 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from eagle_train.decoding.sampling import Sampling, distribution, penalised
+from eagle_train.decoding.processors import own_processors
+from eagle_train.decoding.sampling import Sampling, distribution, processed
 from eagle_train.decoding.trees import Tree
 from eagle_train.targets.load import Target
 
@@ -21,12 +23,20 @@ class TargetLaw:
     """Runs the output map where verification asks, on what the text up to a node makes of it.
 
     `text` are all tokens so far, the tree's root last; `last` [n, H] are the final states after the nodes.
+    The answer began at token `begun` of the text.
     """
 
     def __init__(
-        self, target: Target, sampling: Sampling, text: Sequence[int], tree: Tree, last: Tensor
+        self,
+        target: Target,
+        sampling: Sampling,
+        text: Sequence[int],
+        tree: Tree,
+        last: Tensor,
+        begun: int = 0,
     ) -> None:
         self._target, self._sampling, self._text, self._tree, self._last = target, sampling, text, tree, last
+        self._begun = begun
 
     def __call__(self, node: int) -> Tensor:
         """Return the law p [V] of the token after `node`: after penalty, temperature, top-k and top-p."""
@@ -34,7 +44,7 @@ class TargetLaw:
 
     def best(self, node: int) -> int:
         """Return the target's own greedy token after `node`."""
-        if self._sampling.repetition_penalty != 1 or not self._at_once:
+        if self._sampling.reads_text or not self._at_once:
             return int(self._logits(node).argmax())
         return self._best_of_all[node]
 
@@ -53,10 +63,9 @@ class TargetLaw:
 
     def _logits(self, node: int) -> Tensor:
         logits = self._all[node] if self._at_once else self._target.logits(self._last[node])
-        penalty = self._sampling.repetition_penalty
-        if penalty == 1:
+        if not self._sampling.reads_text:
             return logits
-        return penalised(logits, [*self._text, *self._tree.words(node)], penalty)
+        return processed(logits, [*self._text, *self._tree.words(node)], self._sampling, self._begun)
 
 
 class LawsTogether:
@@ -72,15 +81,16 @@ class LawsTogether:
         texts: Sequence[Sequence[int]],
         trees: Sequence[Tree],
         lasts: Sequence[Tensor],
+        begun: Sequence[int],
     ) -> None:
         self._target, self._sampling, self._texts, self._trees = target, sampling, texts, trees
-        self._lasts = lasts  # each [n, H]
+        self._lasts, self._begun = lasts, begun  # each [n, H]; where each answer began
         self._starts = [0, *accumulate(map(len, lasts))]  # of each tree in `_all`
 
     def __call__(self, asked: dict[int, int]) -> dict[int, Any]:
         """Return what follows each asked node, by text: when greedy the best token, else the law p [V]."""
         sampling = self._sampling
-        if sampling.greedy and sampling.repetition_penalty == 1 and self._at_once:
+        if sampling.greedy and not sampling.reads_text and self._at_once:
             return {text: self._best_of_all[self._starts[text] + node] for text, node in asked.items()}
         logits = self._logits(asked)  # (k, V)
         if sampling.greedy:
@@ -93,11 +103,13 @@ class LawsTogether:
         else:
             rows = torch.stack([self._lasts[text][node] for text, node in asked.items()])
             logits = logits_of_rows(self._target, rows)
-        penalty = self._sampling.repetition_penalty
-        if penalty == 1:
+        if not self._sampling.reads_text:
             return logits
-        words = ([*self._texts[text], *self._trees[text].words(node)] for text, node in asked.items())
-        return torch.stack([penalised(*one, penalty) for one in zip(logits, words, strict=True)])
+        changed = []
+        for row, (text, node) in zip(logits, asked.items(), strict=True):
+            words = [*self._texts[text], *self._trees[text].words(node)]
+            changed.append(processed(row, words, self._sampling, self._begun[text]))
+        return torch.stack(changed)
 
     @property
     def _at_once(self) -> bool:
@@ -110,6 +122,18 @@ class LawsTogether:
     @cached_property
     def _best_of_all(self) -> list[int]:
         return self._all.argmax(-1).tolist()
+
+
+def own_law(target: Target, sampling: Sampling) -> Sampling:
+    """Return `sampling` with the processors that the target's generation_config sets.
+
+    A repetition penalty asked for takes the place of the target's. Raises UserError for what no tree can
+    honour.
+    """
+    own = own_processors(getattr(target.model, "generation_config", None), target.eos_ids, target.name)
+    if own is not None and sampling.repetition_penalty != 1:
+        own.values.pop("repetition_penalty", None)
+    return replace(sampling, processors=own)
 
 
 def logits_of_rows(target: Target, rows: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ from torch import Tensor
 from eagle_train.decoding.drafters import Drafter
 from eagle_train.decoding.law import TargetLaw
 from eagle_train.decoding.reader import TargetReader
-from eagle_train.decoding.sampling import Chance, Sampling, SeededChance, distribution, penalised
+from eagle_train.decoding.sampling import Chance, Sampling, SeededChance, distribution, processed
 from eagle_train.decoding.trees import Tree
 from eagle_train.decoding.verify import verify_block, verify_greedy, verify_sampled
 from eagle_train.errors import UserError
@@ -96,7 +96,9 @@ def generate(
             tree = drafter.propose()
             seen = reader.read_tree(tree)
             verified = seen.last[: len(tree) - tree.own]  # the drafter's own nodes need no law
-            law = TargetLaw(target, settings.sampling, [*prompt, *answer.made.ids], tree, verified)
+            law = TargetLaw(
+                target, settings.sampling, [*prompt, *answer.made.ids], tree, verified, len(prompt)
+            )
             path, token = _verify(tree, law, settings, chance)
             answer.add([*(tree.tokens[node] for node in path), token], len(path))
             if not answer.finished:
@@ -122,7 +124,7 @@ def plain(
         while not answer.finished:
             last = reader.read(answer.made.ids[-1:]).last[-1]
             text = [*prompt, *answer.made.ids]
-            answer.add([_pick(target, text, last, settings.sampling, chance)], None)
+            answer.add([_pick(target, text, last, settings.sampling, chance, len(prompt))], None)
     return answer.made
 
 
@@ -140,7 +142,7 @@ def prefill(
     for start, seen in reader.read_prompt(prompt, settings.prefill_chunk):
         end = start + len(seen.last)
         if end == len(prompt):
-            answer.add([_pick(reader.target, prompt, seen.last[-1], settings.sampling, chance)], None)
+            answer.add([_pick(reader.target, prompt, seen.last[-1], settings.sampling, chance, end)], None)
         if drafter is not None:
             drafter.observe(reader.rows(start, [*prompt, *answer.made.ids][start : end + 1], seen))
 
@@ -154,9 +156,11 @@ def _verify(tree: Tree, law: TargetLaw, settings: Settings, chance: Chance) -> t
     return verify_sampled(tree, law, chance)
 
 
-def _pick(target: Target, text: list[int], last: Tensor, sampling: Sampling, chance: Chance) -> int:
-    """Choose the token that follows `text`, whose final state is `last` [H]."""
-    logits = penalised(target.logits(last), text, sampling.repetition_penalty)
+def _pick(
+    target: Target, text: list[int], last: Tensor, sampling: Sampling, chance: Chance, begun: int
+) -> int:
+    """Choose the token that follows `text`, whose final state is `last` [H]; the answer began at `begun`."""
+    logits = processed(target.logits(last), text, sampling, begun)
     return int(logits.argmax()) if sampling.greedy else chance.choose(distribution(logits, sampling))
 
 

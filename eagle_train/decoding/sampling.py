@@ -9,6 +9,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from eagle_train.decoding.processors import BY_TEXT, Processors
 from eagle_train.errors import UserError
 
 LOWEST_TEMPERATURE = 1e-4
@@ -18,13 +19,15 @@ LOWEST_TEMPERATURE = 1e-4
 class Sampling:
     """Repetition penalty, temperature, top-k and top-p, applied in this order.
 
-    Temperature 0 is greedy; top_k 0 keeps all; a repetition penalty of 1 changes nothing.
+    Temperature 0 is greedy; top_k 0 keeps all; a repetition penalty of 1 changes nothing. `processors` are
+    the target's own: those of the text come after the penalty, those of the law after top-p.
     """
 
     temperature: float = 0.0
     top_k: int = 0
     top_p: float = 1.0
     repetition_penalty: float = 1.0
+    processors: Processors | None = None
 
     def __post_init__(self) -> None:
         if not 0 <= self.temperature < float("inf"):
@@ -48,6 +51,12 @@ class Sampling:
     def greedy(self) -> bool:
         """True when every token is the most probable one."""
         return self.temperature == 0
+
+    @property
+    def reads_text(self) -> bool:
+        """True when logits depend on the text before, not only through the model."""
+        own = self.processors
+        return self.repetition_penalty != 1 or (own is not None and not own.values.keys().isdisjoint(BY_TEXT))
 
 
 def distribution(logits: Tensor, sampling: Sampling) -> Tensor:
@@ -74,7 +83,7 @@ def distribution(logits: Tensor, sampling: Sampling) -> Tensor:
         dropped[..., 0] = False
         p = p.masked_fill(torch.zeros_like(dropped).scatter(-1, order, dropped), 0)
         p = p / p.sum(-1, keepdim=True)
-    return p
+    return p if sampling.processors is None else sampling.processors.of_the_law(p)
 
 
 def _wide(logits: Tensor) -> Tensor:
@@ -84,6 +93,13 @@ def _wide(logits: Tensor) -> Tensor:
 def _within(value: float, limits: torch.finfo) -> float:
     """Return the nearest number above 0 that a dtype holds in full precision."""
     return min(max(value, limits.tiny), limits.max)
+
+
+def processed(logits: Tensor, text: Sequence[int], sampling: Sampling, begun: int) -> Tensor:
+    """Return logits [V] after the penalty and the target's own processors; the answer began at `begun`."""
+    logits = penalised(logits, text, sampling.repetition_penalty)
+    own = sampling.processors
+    return logits if own is None else own.by_text(logits, text, begun)
 
 
 def penalised(logits: Tensor, text: Sequence[int], penalty: float) -> Tensor:

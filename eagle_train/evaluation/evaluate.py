@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from eagle_train.decoding.law import own_law
 from eagle_train.decoding.loop import Settings
 from eagle_train.decoding.sampling import Sampling
 from eagle_train.decoding.shapes import Shape, check_size
@@ -45,6 +46,7 @@ def evaluate(
     seed: int = 0,
     told: Told | None = None,
     batch: int = 1,
+    processors: bool = True,
     show: bool = True,
 ) -> dict[str, Any]:
     """Answer every question with plain decoding, with the head under each of `drafts`, and by `methods`.
@@ -55,7 +57,8 @@ def evaluate(
     same prompts. A head is cast to the target's dtype (a copy of it where a module is given). `drafts` None
     means the usual tree of a head's kind. `block` accepts chains of samples as a whole. `told` answers what
     the files of a head made elsewhere leave open. `batch` prompts are decoded at once, by every method, plain
-    decoding included; tokens per second are then the whole batch's.
+    decoding included; tokens per second are then the whole batch's. `processors` applies those that the
+    target's generation_config sets, to every method and to plain decoding.
 
     Returns what was run, ``plain``, and under ``results`` one dict per way; a single one's figures stand at
     the top level as well. ``lossless`` says whether all ids equal plain decoding's (greedy; None when
@@ -67,6 +70,7 @@ def evaluate(
     if not isinstance(target, Target):
         target = load_target(target, dtype=dtype, trust_remote_code=trust_remote_code, device_map=device_map)
     sampling = sampling or Sampling()
+    sampling = own_law(target, sampling) if processors else sampling
     entries = [] if head is None else entries_of_head(head, target, drafts, sampling, told)
     for method in methods:
         entries += entries_of(method, target, drafts, sampling, sizes or Sizes(), told)
@@ -97,6 +101,7 @@ def evaluate(
         "top_k": sampling.top_k,
         "top_p": sampling.top_p,
         "repetition_penalty": sampling.repetition_penalty,
+        "processors": sampling.processors.values if sampling.processors else {},
         "block": block,
         "batch": batch,
         "dtype": dtype_name(target.dtype),

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from eagle_train.data.templates import load_template
+from eagle_train.decoding.law import own_law
 from eagle_train.decoding.loop import Generation, Settings, generate
 from eagle_train.decoding.sampling import Sampling
 from eagle_train.decoding.shapes import Shape
@@ -27,6 +28,7 @@ def answer_live(
     shape: Shape | None = None,
     *,
     sampling: Sampling | None = None,
+    processors: bool = True,
     max_new_tokens: int = 256,
     dtype: str = "auto",
     chat_template: str | None = None,
@@ -45,6 +47,7 @@ def answer_live(
     model = load_target(target, dtype=dtype, trust_remote_code=trust_remote_code)
     loaded = open_head(head, model)
     sampling, shape = sampling or Sampling(), shape or usual_shape(loaded)
+    sampling = own_law(model, sampling) if processors else sampling
     drafter = head_drafter(loaded, model, shape, sampling)
     template = load_template(model.tokenizer, chat_template)
     ids = Conversation(model.tokenizer, template, Question("prompt", "", (prompt,))).ask(0)

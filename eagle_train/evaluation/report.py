@@ -44,6 +44,8 @@ def lines(report: dict[str, Any]) -> list[str]:
         how += ", blocks" if report["block"] else ""
     if report["repetition_penalty"] != 1:
         how += f", repetition penalty {report['repetition_penalty']:g}"
+    if report.get("processors"):
+        how += f", the target's own {', '.join(report['processors'])}"
     who = f"{report['kind']} head {report['head']} on " if report["head"] else ""
     where = f" of {report['set']}" if report.get("set") else ""
     at_once = f", {report['batch']} prompts at once" if report["batch"] > 1 else ""

@@ -1,0 +1,134 @@
+"""What the target's own generation_config does to its logits, beside temperature, top-k and top-p.
+
+Each processor is transformers' own and a function of the text so far (and of where the answer began), so it
+is honoured at every node of a tree, whose text is its path. Order: that of transformers' generate.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from eagle_train.errors import UserError
+
+# Of a generation_config: what changes logits by the text, what only cuts the law of a sample, and what
+# depends on more than the text (another forward, an encoder, the loop's own limits) or draws in another way.
+BY_TEXT = (
+    "sequence_bias",
+    "repetition_penalty",
+    "no_repeat_ngram_size",
+    "bad_words_ids",
+    "min_length",
+    "min_new_tokens",
+    "forced_bos_token_id",
+    "exponential_decay_length_penalty",
+    "suppress_tokens",
+    "begin_suppress_tokens",
+)
+OF_THE_LAW = ("min_p", "typical_p", "epsilon_cutoff", "eta_cutoff")
+REFUSED = (
+    "guidance_scale",
+    "encoder_repetition_penalty",
+    "encoder_no_repeat_ngram_size",
+    "forced_eos_token_id",
+    "remove_invalid_values",
+    "watermarking_config",
+    "top_h",
+    "renormalize_logits",
+)
+_OFF = {
+    "repetition_penalty": 1.0,
+    "typical_p": 1.0,
+    "guidance_scale": 1.0,
+    "encoder_repetition_penalty": 1.0,
+}
+_WHY_NOT = {"forced_eos_token_id": "depends on the most tokens asked for, not on the text"}
+
+
+@dataclass(frozen=True)
+class Processors:
+    """The processors that a target's generation_config sets, by name. `eos_ids` are the target's."""
+
+    values: dict[str, Any] = field(default_factory=dict, hash=False)
+    eos_ids: tuple[int, ...] = ()
+
+    def by_text(self, logits: Tensor, text: Sequence[int], begun: int) -> Tensor:
+        """Return logits [V] after what `text` makes of them; the answer began at token `begun`."""
+        made = _by_text(self.values, self.eos_ids, begun, str(logits.device))
+        return _run(made, logits, text) if made else logits
+
+    def of_the_law(self, law: Tensor) -> Tensor:
+        """Return a law [.., V] cut as when sampling, after temperature, top-k and top-p."""
+        made = _of_the_law(self.values, str(law.device))
+        if not made:
+            return law
+        return _run(made, law.reshape(-1, law.shape[-1]).log(), ()).softmax(-1).view(law.shape)
+
+
+def own_processors(generation_config: Any, eos_ids: Sequence[int], name: str) -> Processors | None:
+    """Return what a target's generation_config sets, None where nothing.
+
+    Raises UserError naming the first setting that cannot be honoured in a tree.
+    """
+    given = {
+        key: value
+        for key in (*BY_TEXT, *OF_THE_LAW, *REFUSED)
+        if (value := getattr(generation_config, key, None)) not in (None, False, [], 0, _OFF.get(key))
+    }
+    for key in REFUSED:
+        if key in given:
+            why = _WHY_NOT.get(key, "is more than a function of the text so far")
+            raise UserError(
+                f"{name}: its generation_config sets {key} to {str(given[key])[:40]}, which {why}; "
+                "give --no-processors to decode without the target's own processors"
+            )
+    return Processors(given, tuple(eos_ids)) if given else None
+
+
+def _run(made: list[Any], scores: Tensor, text: Sequence[int]) -> Tensor:
+    """Run processors on scores, [V] or [n, V], as float32 or wider."""
+    wide = scores if scores.dtype == torch.float64 else scores.float()
+    rows = wide[None] if wide.ndim == 1 else wide
+    ids = torch.tensor([list(text)], device=scores.device, dtype=torch.long)
+    for one in made:
+        rows = one(ids, rows)
+    return rows.view(wide.shape)
+
+
+def _by_text(values: dict[str, Any], eos_ids: tuple[int, ...], begun: int, device: str) -> list[Any]:
+    import transformers.generation.logits_process as library
+
+    eos = torch.tensor(eos_ids, device=device)
+    makers = {
+        "sequence_bias": lambda v: library.SequenceBiasLogitsProcessor(v),
+        "repetition_penalty": lambda v: library.RepetitionPenaltyLogitsProcessor(float(v)),
+        "no_repeat_ngram_size": lambda v: library.NoRepeatNGramLogitsProcessor(v),
+        "bad_words_ids": lambda v: library.NoBadWordsLogitsProcessor(v, eos),
+        "min_length": lambda v: library.MinLengthLogitsProcessor(v, eos, device=device),
+        "min_new_tokens": lambda v: library.MinNewTokensLengthLogitsProcessor(begun, v, eos, device=device),
+        "forced_bos_token_id": lambda v: library.ForcedBOSTokenLogitsProcessor(v),
+        "exponential_decay_length_penalty": lambda v: library.ExponentialDecayLengthPenalty(
+            tuple(v), eos, begun
+        ),
+        "suppress_tokens": lambda v: library.SuppressTokensLogitsProcessor(v, device=device),
+        "begin_suppress_tokens": lambda v: library.SuppressTokensAtBeginLogitsProcessor(
+            v, begun, device=device
+        ),
+    }
+    return [makers[key](values[key]) for key in BY_TEXT if key in values]
+
+
+def _of_the_law(values: dict[str, Any], device: str) -> list[Any]:
+    import transformers.generation.logits_process as library
+
+    makers = {
+        "min_p": lambda v: library.MinPLogitsWarper(v),
+        "typical_p": lambda v: library.TypicalLogitsWarper(v),
+        "epsilon_cutoff": lambda v: library.EpsilonLogitsWarper(v),
+        "eta_cutoff": lambda v: library.EtaLogitsWarper(v, device=device),
+    }
+    return [makers[key](values[key]) for key in OF_THE_LAW if key in values]
