@@ -26,7 +26,6 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -37,6 +36,7 @@ from eagle_train.heads.disk import build_head
 from eagle_train.heads.eagle3 import Eagle3Head
 from eagle_train.shards.batches import PackedBatch, counted_rows, pack
 from eagle_train.shards.frozen_target import FrozenTarget
+from eagle_train.shards.row_source import ShardRow
 from eagle_train.training.eagle3_step import Eagle3Step
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -105,7 +105,7 @@ def build(case: Case, sizes: Sizes, device: str) -> tuple[Eagle3Head, FrozenTarg
     first = max(1, round(case.length * (1 - case.share)))
     spans = [(first, case.length - 1)]
     labels = case.length - first
-    document = SimpleNamespace(
+    document = ShardRow(
         input_ids=ids[torch.randint(len(ids), (case.length,))],
         spans=spans,
         aux=torch.randn(case.length, 3 * sizes.hidden).to(dtype),
@@ -114,7 +114,7 @@ def build(case: Case, sizes: Sizes, device: str) -> tuple[Eagle3Head, FrozenTarg
         label_argmax=ids[torch.randint(len(ids), (labels,))],
         label_lse=torch.zeros(labels),
     )
-    batch = pack([document], "eagle3").to(device)  # type: ignore[list-item]
+    batch = pack([document], "eagle3").to(device)
     counts = torch.tensor(counted_rows(spans, sizes.steps), device=device)
     return head.to(device), frozen.to(device), batch, counts
 
