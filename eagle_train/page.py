@@ -13,7 +13,7 @@ _STYLE = """body{font:15px/1.5 system-ui,sans-serif;max-width:60rem;margin:2rem 
 color:#222;background:#fff;overflow-wrap:anywhere}
 table{border-collapse:collapse;margin:1rem 0;display:block;overflow-x:auto;overflow-wrap:normal}
 td,th{padding:.3rem .8rem;border-bottom:1px solid #ddd;text-align:left}
-svg{max-width:100%;height:auto}figure{margin:1.5rem 0}figcaption{color:#555}
+svg{max-width:100%;height:auto}figure{margin:1.5rem 0;overflow-x:auto}figcaption{color:#555}
 pre{background:#f6f6f6;padding:1rem;overflow-x:auto}"""
 
 
@@ -54,8 +54,8 @@ def plot(caption: str, draw: Callable[[Any, Any], None], data: Any, name: str) -
     axes = canvas.subplots()
     draw(axes, data)
     axes.spines[["top", "right"]].set_visible(False)
-    if axes.get_legend_handles_labels()[1]:
-        axes.legend(frameon=False, fontsize=8)
+    if axes.get_legend_handles_labels()[1]:  # above the axes, where no line runs
+        canvas.legend(frameon=False, fontsize=8, loc="outside upper left", ncols=2)
     picture = io.StringIO()
     with rc_context({"svg.hashsalt": name, "svg.fonttype": "none"}):  # ids follow from the name
         canvas.savefig(picture, format="svg", metadata={"Date": None})

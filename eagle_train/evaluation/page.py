@@ -75,11 +75,11 @@ def _speed(axes: Any, report: dict[str, Any]) -> None:
     axes.set(xlabel="tokens per second")
 
 
-def _classes(key: str, label: str) -> Callable[[Any, dict[str, Any]], None]:
+def _classes(key: str, label: str, line: str = "-") -> Callable[[Any, dict[str, Any]], None]:
     def draw(axes: Any, report: dict[str, Any]) -> None:
         for result in report["results"]:
             if taus := result[key]:
-                axes.plot(list(taus), list(taus.values()), marker="o", label=_name(result))
+                axes.plot(list(taus), list(taus.values()), marker="o", linestyle=line, label=_name(result))
         axes.set(xlabel=label, ylabel="tau")
         axes.tick_params(axis="x", labelsize=8)
 
@@ -90,7 +90,7 @@ _PLOTS = (
     ("Acceptance by position: rounds whose first guesses up to this one all stood.", _by_position),
     ("Rounds by the number of accepted guesses.", _histogram),
     ("Speed, beside plain decoding.", _speed),
-    ("Acceptance length by category.", _classes("tau_by_category", "category")),
+    ("Acceptance length by category.", _classes("tau_by_category", "category", line="")),
     (
         "Acceptance length by tokens of the answer before a round.",
         _classes("tau_by_place", "tokens of the answer"),
@@ -119,13 +119,17 @@ def _drawn_round(result: dict[str, Any]) -> str:
     place = [(20 + 130 * d, 22 + 22 * y) for d, y in zip(depth, line, strict=True)]
     marks = []
     for node, parent in enumerate(parents):
-        (x, y), colour = place[node], "#0a7d33" if node in kept else "#999"
+        (x, y), colour = place[node], "#0a7d33" if node in kept else "#666"
         if parent >= 0:
             px, py = place[parent]
             marks.append(f'<line x1="{px}" y1="{py}" x2="{x}" y2="{y}" stroke="{colour}"/>')
-        label = f'<text x="{x + 6}" y="{y - 4}" font-size="12" fill="{colour}">{_word(words[node])}</text>'
+        halo = 'paint-order="stroke" stroke="#fff" stroke-width="3"'  # or edges run through the words
+        at = f'x="{x + 6}" y="{y - 4}" font-size="12" fill="{colour}"'
+        label = f"<text {at} {halo}>{_word(words[node])}</text>"
         marks.append(f'<circle cx="{x}" cy="{y}" r="4" fill="{colour}"/>{label}')
-    size = f'width="{150 + 130 * max(depth)}" height="{30 + 22 * max(1, used)}"'
+    width, height = 150 + 130 * max(depth), 30 + 22 * max(1, used)
+    size = f'width="{width}" height="{height}" viewBox="0 0 {width} {height}"'
+    size += ' style="max-width:none"'  # a wide tree scrolls: its words stay as large as the page's
     caption = f"{_name(result)}: the tree of one round; in green what stood."
     svg = f'<svg xmlns="http://www.w3.org/2000/svg" {size}>{"".join(marks)}</svg>'
     return figure(svg, caption)

@@ -160,7 +160,12 @@ def test_the_page_stands_alone_and_its_plots_and_trees_are_drawn(reports):
     assert rounds >= 6
     referred: set[str] = set()
     for picture in pictures:
-        ET.fromstring(picture)
+        drawn = ET.fromstring(picture)
+        left, top, width, height = map(float, drawn.attrib["viewBox"].split())
+        assert (left, top) == (0, 0)  # and what is drawn lies inside, so that no window cuts it off
+        for circle in drawn.findall("{*}circle"):
+            assert 0 < float(circle.attrib["cx"]) < width
+            assert 0 < float(circle.attrib["cy"]) < height
         own = set(re.findall(r'href="#(\w+)"|url\(#(\w+)\)', picture)) - {("", "")}
         assert not referred & own  # ids on one page are each picture's own
         referred |= own
