@@ -32,6 +32,7 @@ def test_the_built_in_recipes_are_the_promised_ones():
         "eagle3-llama3.3-70b",
         "eagle3-qwen3-8b",
         "eagle3-smollm2",
+        "eagle3-smollm2-long",
         "eagle3-tiny",
         "medusa",
     ]
