@@ -23,10 +23,8 @@ from eagle_train.heads.config import HeadConfig, check_window
 from eagle_train.heads.disk import Head
 from eagle_train.heads.foreign import read_any
 from eagle_train.heads.medusa import MedusaHead
-from eagle_train.io import read_json
 from eagle_train.losses.acceptance import AcceptanceCounts, chain_hits
 from eagle_train.progress import progress
-from eagle_train.recipe_files import load_recipe
 from eagle_train.shards.batches import PackedBatch
 from eagle_train.shards.codecs import refuse_top_labels
 from eagle_train.shards.frozen_target import FrozenTarget
@@ -34,10 +32,8 @@ from eagle_train.shards.reader import Shards, open_shards
 from eagle_train.shards.schema import MANIFEST, holds_feature_of
 from eagle_train.targets.extract import extract
 from eagle_train.targets.load import default_device, load_target
-from eagle_train.training.held_out import split
 from eagle_train.training.loader import Loader
-from eagle_train.training.run_folder import RECIPE, RECORD, fingerprint
-from eagle_train.training.trained_on import other_weights, trained_on
+from eagle_train.training.trained_on import other_weights, rows_not_trained_on, trained_on
 
 _TOKENS_AT_ONCE = 4096
 
@@ -64,9 +60,9 @@ def predict(
     needed: its features are then taken, unrounded, into a temporary folder. The head runs in float32. Exact
     where the target wrote the answers greedily and its features are not rounded, close where they are, a
     mere estimate on other people's answers. `rows` chooses rows of shards; None means all, but where `head`
-    is a run trained on these very shards only the conversations that it held out. A head known to be trained
-    on other weights of the target is refused without `other_target`. Raises UserError for anything the user
-    must change.
+    is a run that read these rows, from whichever shards, only the conversations that it held out;
+    ``which_rows`` says which. A head known to be trained on other weights of the target is refused without
+    `other_target`. Raises UserError for anything the user must change.
     """
     shape, sampling = draft or Chain(gamma), sampling or Sampling()
     if isinstance(shape, Dynamic) or (isinstance(shape, Sampled) and not sampling.greedy):
@@ -95,7 +91,8 @@ def predict(
     if shards is not None:
         which = "as given"
         if rows is None:
-            rows, which = _rows_to_read(where, shards)
+            run = None if where is None else run_of(where.resolve())
+            rows, which = rows_not_trained_on(run, shards)
         figures = _figures(loaded, shards, rows, shape, sampling, device, show)
     else:
         assert target is not None
@@ -248,15 +245,3 @@ def _check(config: HeadConfig, shards: Shards) -> None:
             f"{shards.folder}: the target has {vocabulary} tokens, the head was made for "
             f"{config.vocab_size}; use shards of the head's own target"
         )
-
-
-def _rows_to_read(where: Path | None, shards: Shards) -> tuple[list[int], str]:
-    """Return all rows, or those held out where the head was trained on these shards."""
-    everything = list(range(shards.num_rows))
-    run = None if where is None else run_of(where.resolve())
-    if run is None or not all((run / name).is_file() for name in (RECORD, RECIPE)):
-        return everything, "all"
-    if read_json(run / RECORD, "choose another run").get("shards") != fingerprint(shards):
-        return everything, "all"
-    held_out = split(shards.conversation_ids, load_recipe(run / RECIPE).data.held_out)[1]
-    return (held_out, "held out from training") if held_out else (everything, "all, also those trained on")

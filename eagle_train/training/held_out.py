@@ -22,13 +22,18 @@ if TYPE_CHECKING:
     from eagle_train.shards.row_source import RowSource
 
 
+def rank(conversation_id: str) -> str:
+    """Return what decides whether a conversation is held out, 64 hex digits: those of low rank are."""
+    return hashlib.sha256(conversation_id.encode()).hexdigest()
+
+
 def split(conversation_ids: Sequence[str], held_out: float) -> tuple[list[int], list[int]]:
     """Return (training rows, held-out rows), all rows of a conversation on one side.
 
     `held_out` is a share of conversations (below 1; at least one conversation when above 0) or a number
     of them. Which ones depends on their ids alone: the smallest hashes.
     """
-    order = sorted(set(conversation_ids), key=lambda one: hashlib.sha256(one.encode()).digest())
+    order = sorted(set(conversation_ids), key=rank)
     share = held_out < 1
     number = round(held_out * len(order)) if share else int(held_out)
     chosen = set(order[: max(number, 1) if held_out > 0 else 0])
@@ -63,6 +68,7 @@ def rows_of(
         "train_rows": len(train),
         "held_out_rows": len(held_out),
         "held_out_conversations": len({conversations[row] for row in sides[1]}),
+        "held_out_to": max((rank(conversations[row]) for row in sides[1]), default=""),
         "rows_without_labels": counting.count(False),
     }
     return train, held_out, facts

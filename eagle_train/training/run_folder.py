@@ -44,6 +44,12 @@ def fingerprint(shards: RowSource) -> str:
     return rows_held(shards.info)
 
 
+def plans(shards: RowSource) -> set[str]:
+    """Return the plan of every extraction that shards come from, and their own."""
+    own = shards.info["plan"]
+    return {own, *(entry.get("plan", own) for entry in shards.info["shards"])}
+
+
 @dataclass
 class Lock:
     """The run folder held for this process as long as `file` is open."""
@@ -165,6 +171,7 @@ def record_run(
             "recipe": recipe.name,
             "shards": fingerprint(shards),
             "shards_folder": str(shards.folder),
+            "plans": sorted(plans(shards)),
             "rows_fingerprint": shards.info.get("rows_fingerprint"),
             "target": shards.info["target"],
             "init_from": init_from,
