@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 from array import array
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -126,7 +126,7 @@ def write_dataset(folder: Path, outcomes: Iterable[Outcome], drop_duplicates: bo
         for outcome in outcomes:
             rows_before = written.rows
             for row in outcome.rows:
-                row_hash = _row_hash(row)
+                row_hash = _row_hash(row.input_ids, row.spans)
                 row_id = f"{row_hash.hex()}-{seen[row_hash]}"
                 written.copies += seen[row_hash] > 0
                 seen[row_hash] += 1
@@ -151,9 +151,14 @@ def write_dataset(folder: Path, outcomes: Iterable[Outcome], drop_duplicates: bo
     return written
 
 
-def _row_hash(row: EncodedRow) -> bytes:
-    parts = array("i", row.input_ids), array("i", [end for span in row.spans for end in span])
+def _row_hash(input_ids: Sequence[int], spans: Sequence[Sequence[int]]) -> bytes:
+    parts = array("i", input_ids), array("i", [end for span in spans for end in span])
     return hashlib.sha256(b"|".join(part.tobytes() for part in parts)).digest()[:8]
+
+
+def is_row(row_id: str, input_ids: Sequence[int], spans: Sequence[Sequence[int]]) -> bool:
+    """Return whether tokens and spans are those that the row of this id was written with."""
+    return row_id.rpartition("-")[0] == _row_hash(input_ids, spans).hex()
 
 
 def _append(columns: dict[str, list[Any]], row_id: str, outcome: Outcome, row: EncodedRow) -> None:

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from eagle_train.data.rows import is_row
 from eagle_train.errors import UserError
 from eagle_train.shards.plan import RowTable, label_positions
 from eagle_train.shards.schema import Setting, holds_all_last
@@ -43,13 +44,19 @@ class BatchFeatures:
 def load_batch(
     dataset: Any, table: RowTable, rows: Sequence[int], vocab_size: int, device: torch.device
 ) -> RowBatch:
-    """Read the tokens of `rows`; raise UserError naming a row with a token outside the vocabulary."""
+    """Read the tokens of `rows`; raise UserError naming a damaged row, or a token outside the vocabulary."""
     lengths = [int(table.lengths[row]) for row in rows]
     width = max(lengths)
     padded = np.zeros((len(rows), width), dtype=np.int64)
     real, label_at = [], []
     for i, (row, length) in enumerate(zip(rows, lengths, strict=True)):
-        ids = np.asarray(dataset[int(row)]["input_ids"], dtype=np.int64)
+        tokens = dataset[int(row)]["input_ids"]
+        if not is_row(table.row_ids[row], tokens, table.spans[row]):
+            raise UserError(
+                f"row {table.row_ids[row]}: its tokens or answers are no longer those that were prepared, the "
+                "rows are damaged; run eagle prepare again with --overwrite"
+            )
+        ids = np.asarray(tokens, dtype=np.int64)
         if ids.max() >= vocab_size or ids.min() < 0:
             raise UserError(
                 f"row {table.row_ids[row]}: token {int(ids.max())} outside the target's vocabulary of "

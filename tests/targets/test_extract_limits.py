@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from array import array
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from eagle_train.data.rows import open_rows
 from eagle_train.errors import UserError
 from eagle_train.shards import upkeep
 from eagle_train.shards.reader import open_shards
@@ -137,7 +139,7 @@ def test_a_target_that_gives_only_nan_stops_at_once_with_a_row_named(
     _poison(monkeypatch, lambda ids: torch.ones(len(ids), dtype=torch.bool))
     with pytest.raises(UserError, match=r"row \w{16}-0: all features of the first batch are NaN"):
         run()
-    assert not shards_in(tmp_path / "out")
+    assert not (tmp_path / "out" / "shards.json").exists()
 
 
 def test_a_batch_that_memory_does_not_hold_is_one_line(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -149,6 +151,21 @@ def test_a_batch_that_memory_does_not_hold_is_one_line(run: Run, monkeypatch: py
         UserError, match=r"out of memory at a batch of \d+ tokens .* --batch-tokens below 256"
     ):
         run()
+
+
+def test_rows_that_changed_since_they_were_prepared_are_named(
+    run: Run, tmp_path: Path, tiny_rows_dir: Path
+) -> None:
+    rows = shutil.copytree(tiny_rows_dir, tmp_path / "rows")
+    row = open_rows(rows).dataset[5]
+    (file,) = rows.glob("*.arrow")
+    stored, tokens = bytearray(file.read_bytes()), array("i", row["input_ids"]).tobytes()
+    assert stored.count(tokens) == 1
+    stored[stored.index(tokens)] ^= 1  # another token of the vocabulary
+    file.write_bytes(stored)
+    with pytest.raises(UserError, match=f"row {row['row_id']}: its tokens or answers are no longer those"):
+        run(rows=rows)
+    assert not (tmp_path / "out" / "shards.json").exists()
 
 
 def test_a_token_outside_the_vocabulary_is_named(

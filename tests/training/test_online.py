@@ -178,7 +178,7 @@ def test_another_target_cannot_go_on_and_nothing_of_the_disk_is_used(
     [
         ("rows", ["--online"], "needs the rows' target; give --target T"),
         ("shards", ["--online", "--target", "T"], "holds shards, wanted the rows that eagle prepare made"),
-        ("shards", ["--target", "T"], "features come from shards without --online, so --target has no"),
+        ("shards", ["--target", "T"], "without --online or --max-disk, so --target has no"),
         ("shards", ["--batch-tokens", "9"], "so --batch-tokens has no meaning; leave it out"),
         ("rows", [], "prepared rows; run eagle extract on them, or train with --online --target T"),
         ("nothing", ["--online", "--target", "T"], "make the rows with: eagle prepare"),
