@@ -137,6 +137,12 @@ class Session:
             text += f"; {facts['rows_without_labels']:,} rows left out, whose answers are single tokens"
         if self.features:
             text += f"\n{self.out}: {self.features}"
+        warm_up = self.recipe.schedule.warmup_steps
+        if self.num_steps is not None and 2 * warm_up > self.num_steps:
+            text += (
+                f"\n{self.out}: warm-up takes {warm_up:,} of {self.num_steps:,} steps, so little is learned; train "
+                f"for longer, in smaller steps, or give --set schedule.warmup_steps={self.num_steps // 10}"
+            )
         if self.state.step:
             done = ", where it is finished" if self.finished else ""
             text += f"\n{self.out}: going on from step {self.state.step:,}{done}"

@@ -77,10 +77,18 @@ def test_it_ends_with_what_it_made_and_the_next_command(tmp_path, tiny_shards_di
         f"next: eagle eval {tmp_path / 'run'} --target {tiny_target_dir} --draft chain --num-questions 10"
     )
     assert "22 rows to train on, 2 held out" in err
+    assert "warm-up" not in err
     code, out, err = main_here(capsys, *words, "--json")
     summary = json.loads(out)
     assert (code, summary["steps"]) == (0, 8)
     assert "going on from step 8, where it is finished" in err
+
+
+def test_a_warm_up_that_fills_the_run_is_said(tmp_path, tiny_shards_dir, capsys):
+    words = ["train", tiny_shards_dir, "--recipe", "eagle3-tiny", "--set", "schedule.warmup_steps=5"]
+    code, _, err = main_here(capsys, *words, "--out", tmp_path / "run")
+    assert code == 0
+    assert "warm-up takes 5 of 8 steps, so little is learned" in err
 
 
 def test_an_interrupt_saves_says_how_to_go_on_and_is_exit_130(
