@@ -53,8 +53,8 @@ def load_batch(
         tokens = dataset[int(row)]["input_ids"]
         if not is_row(table.row_ids[row], tokens, table.spans[row]):
             raise UserError(
-                f"row {table.row_ids[row]}: its tokens or answers are no longer those that were prepared, so "
-                "the rows are damaged; run eagle prepare again with --overwrite"
+                f"row {table.row_ids[row]}: its tokens or answers are no longer those that were prepared; "
+                "the rows are damaged, run eagle prepare again with --overwrite"
             )
         ids = np.asarray(tokens, dtype=np.int64)
         if ids.max() >= vocab_size or ids.min() < 0:
