@@ -141,7 +141,7 @@ class Session:
         if self.num_steps is not None and 2 * warm_up > self.num_steps:
             text += (
                 f"\n{self.out}: warm-up takes {warm_up:,} of {self.num_steps:,} steps, so little is learned; "
-                f"train for longer, in smaller steps, or give --set schedule.warmup_steps={self.num_steps // 10}"
+                f"train longer, in smaller steps, or give --set schedule.warmup_steps={self.num_steps // 10}"
             )
         if self.state.step:
             done = ", where it is finished" if self.finished else ""
