@@ -37,7 +37,7 @@ class Rehearsal:
     loss: tuple[float, float]  # of the first test-time step, first and last
     tau: tuple[float, float]  # before and after
     longest: float  # what a head that is always right would reach on this row
-    learned: bool  # acceptance went at least half of the way up
+    learned: bool  # acceptance went at least half of the way up, and there was a way
     seconds_per_step: float
     description: str
 
@@ -88,7 +88,7 @@ def dry_run(
         loss=(losses[0], losses[-1]),
         tau=(before, after),
         longest=longest,
-        learned=after - 1 >= 0.5 * (longest - 1),
+        learned=longest > 1 and after - 1 >= 0.5 * (longest - 1),
         seconds_per_step=(time.monotonic() - begun) / len(losses),
         description=description,
     )

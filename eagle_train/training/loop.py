@@ -10,13 +10,15 @@ from __future__ import annotations
 import math
 import sys
 import time
+import warnings
 from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 from eagle_train.config import Recipe
-from eagle_train.progress import Progress, progress
+from eagle_train.errors import UserError
+from eagle_train.progress import Progress, counted, progress
 from eagle_train.training.interrupt import Interrupt
 from eagle_train.training.loader import ReadAhead
 from eagle_train.training.metrics import Log, Meter, evaluated, note
@@ -108,6 +110,7 @@ def _loop(session: Session, interrupt: Interrupt, log: Log, bar: Progress) -> bo
         return True
     processes, engine, state, run = session.processes, session.engine, session.state, session.recipe.run
     meter = Meter(session.loader.num_steps, processes.device)
+    still, reported = 0, False  # steps whose gradient was 0: none of their labels can be drafted
     begun = time.monotonic() - state.seconds
     stop, words = False, ""
     source = session.loader.source
@@ -123,6 +126,7 @@ def _loop(session: Session, interrupt: Interrupt, log: Log, bar: Progress) -> bo
             if not math.isfinite(norm):
                 session.count_skipped()
             state.step += 1
+            still += norm == 0
             if processes.is_main:
                 source.trained_past(state.step)
             state.tokens += micro.window.tokens
@@ -144,10 +148,28 @@ def _loop(session: Session, interrupt: Interrupt, log: Log, bar: Progress) -> bo
                     {"epoch": micro.window.epoch, **report, "lr": lr, "grad_norm": norm, **evaluated(found)}
                 )
                 words = note(report, state)
+                if not reported and still == state.step and processes.is_main:
+                    warnings.warn(_out_of_reach(session))
+                reported = True
             if save:
                 with meter.paused():
                     session.save()
             bar.advance(1, words)
             if end:
                 break
+    if not stop and still == state.step:
+        raise UserError(f"{_out_of_reach(session)}, and choose another --out")
     return not stop
+
+
+def _out_of_reach(session: Session) -> str:
+    """Say that no step so far had a gradient, why, and what to do."""
+    found = f"{session.out}: nothing was learned in {counted(session.state.step, 'step')}, the gradient was 0"
+    if not session.engine.head.config.reduced_vocabulary:
+        return f"{found}; look at the weights of the recipe's loss"
+    facts = session.facts
+    return (
+        f"{found}: the target's first choice is nowhere among the {facts['draft_vocab_size']:,} tokens that "
+        f"the head can draft, though {facts['coverage']:.1%} of the answers' own tokens are; set a larger "
+        "head.draft_vocab_size (null: every token), or train on answers that the target wrote"
+    )

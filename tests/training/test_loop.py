@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import signal
@@ -14,9 +15,10 @@ import torch
 from eagle_train.errors import UserError
 from eagle_train.io import load_tensors
 from eagle_train.losses.acceptance import AcceptanceCounts
-from eagle_train.shards.reader import open_shards
+from eagle_train.shards.reader import Shards, open_shards
 from eagle_train.training import loop, trackers
 from eagle_train.training.checkpoints import read_head
+from eagle_train.training.dry_run import dry_run
 from eagle_train.training.engine import Engine
 from eagle_train.training.held_out import predict_chain, split
 from eagle_train.training.interrupt import Interrupt
@@ -176,6 +178,32 @@ def test_without_held_out_conversations_best_is_the_last(tmp_path, train_tiny):
     summary = train_tiny("run", "data.held_out=0")
     assert summary["best_tau"] is None
     assert (run / "best").resolve() == (run / "last").resolve()
+
+
+def test_a_target_whose_choices_cannot_be_drafted_teaches_nothing_and_this_is_said(
+    tmp_path, train_tiny, tiny, tiny_shards_dir, monkeypatch
+):
+    """Every answer token can be drafted, the target's own choices cannot: said at once and at the end."""
+    shards = open_shards(tiny_shards_dir)
+    alien = max(set(range(300)) - set(shards.supervised_frequencies))
+    read, given = Shards.read, "head.draft_vocab_size=250"
+
+    def reading(self, row):
+        found = read(self, row)
+        return dataclasses.replace(found, label_argmax=torch.full_like(found.label_argmax, alien))
+
+    monkeypatch.setattr(Shards, "read", reading)
+    words = (
+        r"the target's first choice is nowhere among the 250 tokens that the head can draft, though 100\.0%"
+    )
+    with (
+        pytest.warns(UserWarning, match=f"nothing was learned in 1 step, .*{words}"),
+        pytest.raises(UserError, match=f"in 3 steps, .*{words}.*larger head.draft_vocab_size"),
+    ):
+        train_tiny("run", "run.steps=3", given)
+    assert read_metrics(tmp_path / "run")[-1]["loss"][0] == 0.0
+    assert not dry_run(tiny_shards_dir, tiny(given), show=False).learned
+    assert train_tiny("whole", "run.steps=1", "head.draft_vocab_size=null")["steps"] == 1
 
 
 def test_minutes_end_the_run_with_the_learning_rate_down(tmp_path, tiny, tiny_shards_dir):
