@@ -109,10 +109,12 @@ class ShardBuffer:
         """
         bad = set() if most_bad is None else set(self.bad_rows())
         if most_bad is not None and (len(bad) > most_bad or 1 < len(bad) == len(self.rows)):
+            in_fp32 = self.plan.setting.target["dtype"] == "fp32"
+            wider = "look at the target's weights, or give " if in_fp32 else "try --dtype fp32, or "
             raise UserError(
                 f"row {self.table.row_ids[min(bad)]}: features are NaN or infinite, as in {len(bad)} of the "
                 f"{len(self.rows)} rows of shard {self.number} (at most {most_bad} more may be skipped); "
-                "try --dtype fp32, or --max-bad-rows to skip more"
+                f"{wider}--max-bad-rows to skip more"
             )
         if bad:
             self._drop(bad)

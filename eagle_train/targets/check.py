@@ -44,7 +44,7 @@ def check_start(
     if not bool(good.any()):
         raise UserError(
             f"row {table.row_ids[batch.rows[0]]}: all features of the first batch are NaN or infinite; "
-            f"{target.name} cannot be run in {setting.target['dtype']} here: try --dtype fp32"
+            f"{target.name}{_why_not_finite(target, setting.target['dtype'])}"
         )
     _check_layers(tap, batch.padded[:1, : min(_PIECE, batch.lengths[0])])
     frozen = target.frozen()
@@ -58,6 +58,20 @@ def check_start(
         _compare(frozen, exact[where], 0 * moved[where], own, use, where, batch, table)
         compared += _compare(frozen, stored[where], moved[where], own, use, where, batch, table)
     return compared
+
+
+def _why_not_finite(target: Target, dtype: str) -> str:
+    """Say what is at fault where no feature is finite: a weight, the files as a whole, or the dtype."""
+    again = "; fetch its files again, or give another target"
+    for name, weight in target.model.named_parameters():
+        if weight.is_meta or not weight.is_floating_point():
+            continue
+        values = weight.detach().float()  # infinite in fp16 may be a number in the file
+        if bool(values.isnan().any()) or (dtype == "fp32" and not bool(values.isfinite().all())):
+            return f": its weight {name} holds NaN or infinite numbers{again}"
+    if dtype == "fp32":
+        return f" gives them in fp32 with finite weights: its config may be another model's{again}"
+    return f" cannot be run in {dtype} here: try --dtype fp32"
 
 
 def _stored(states: Tensor, setting: Setting) -> tuple[Tensor, Tensor]:

@@ -22,7 +22,7 @@ from eagle_train.targets.load import Target, load_target
 from eagle_train.targets.survey import Survey, survey
 
 Start = Callable[..., None]
-run = run_batch
+run, load = run_batch, load_target
 
 
 @pytest.fixture
@@ -33,7 +33,7 @@ def start(tiny_rows_dir: Path, tiny_target_dir: Path, tmp_path: Path) -> Start:
         work: Survey = survey(
             tiny_rows_dir, str(tiny_target_dir), tmp_path / "out", codec=codec, dtype=dtype, device="cpu"
         )
-        target = load_target(tiny_target_dir, dtype=dtype, device="cpu")
+        target = load(tiny_target_dir, dtype=dtype, device="cpu")
         rows = work.plan.shards[0].batches[0]
         batch = load_batch(work.dataset, work.table, rows, target.vocab_size, target.device)
         with FeatureTap(target, (2, 4, 5)) as tap:
@@ -119,6 +119,39 @@ def test_states_of_the_wrong_position_are_found(start: Start, monkeypatch: pytes
     monkeypatch.setitem(globals(), "run", one_early)
     with pytest.raises(UserError, match="disagree with the model's own"):
         start()
+
+
+@pytest.mark.parametrize(
+    ("dtype", "value", "gain", "words"),
+    [
+        (
+            "fp32",
+            torch.nan,
+            1.0,
+            r"its weight \S+k_proj.weight holds NaN or infinite .*; fetch its files again",
+        ),
+        ("bf16", torch.nan, 1.0, r"its weight \S+k_proj.weight holds NaN"),
+        ("bf16", torch.inf, 1.0, "cannot be run in bf16 here: try --dtype fp32"),  # may be finite in the file
+        ("fp32", 0.0, 3e38, "gives them in fp32 with finite weights: its config may be another model's"),
+    ],
+)
+def test_what_is_at_fault_where_no_feature_is_finite_is_said(
+    start: Start, monkeypatch: pytest.MonkeyPatch, dtype: str, value: float, gain: float, words: str
+) -> None:
+    def damaged(*given: Any, **more: Any) -> Target:
+        target = load_target(*given, **more)
+        for layer in target.layers:
+            layer.self_attn.k_proj.weight.fill_(value)
+        target.body.norm.weight.mul_(gain)
+        target.body.layers[0].mlp.down_proj.weight.mul_(gain)
+        return target
+
+    monkeypatch.setitem(globals(), "load", damaged)
+    with pytest.raises(
+        UserError, match=f"features of the first batch are NaN or infinite; .*{words}"
+    ) as caught:
+        start(dtype=dtype)
+    assert ("try --dtype" in str(caught.value)) == (value == torch.inf)
 
 
 def _compare(frozen: FrozenTarget, hidden: torch.Tensor, own: torch.Tensor, codec: str) -> int:
