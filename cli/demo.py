@@ -66,7 +66,7 @@ Try it:         eagle generate {names} --draft chain --prompt "Why is the sea sa
 Your own model: eagle prepare chats.jsonl --target YOUR_MODEL --out rows/
                 eagle extract rows/ --target YOUR_MODEL --for eagle3 --out shards/
                 eagle train shards/ --recipe eagle3 --out run/
-                eagle eval run/ --target YOUR_MODEL
+                {options.eval_command("run/", "YOUR_MODEL")}
                 eagle export run/ --engine vllm --out head/"""
     )
 

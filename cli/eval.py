@@ -34,6 +34,8 @@ _WHY = {
     "--against-server": "--against-server drafts greedily, as the server does",
 }
 
+_LEARNED = 1.05  # acceptance length; below, fewer than one round in twenty keeps a guess
+
 
 def run(
     context: typer.Context,
@@ -239,9 +241,22 @@ def _say(reports: list[dict[str, Any]], files: list[str], head: str | None, as_j
         if files:
             print(f"written: {', '.join(files)}")
         if head is not None:
-            print(f"next: eagle export {shlex.quote(head)} --engine vllm --out served/")
+            print(_following(reports, head))
     faults = [found for found in map(fault, reports) if found]
     return options.fail_on(faults[0] if faults else None)
+
+
+def _following(reports: list[dict[str, Any]], head: str) -> str:
+    """Return the line on what to do next with `head`, by its best acceptance length."""
+    from eagle_train.evaluation.methods import HEAD_KINDS
+
+    taus = [one["tau"] for report in reports for one in report["results"] if one["method"] in HEAD_KINDS]
+    if max(taus, default=_LEARNED) < _LEARNED:
+        return (
+            f"tau below {_LEARNED}: hardly a guess is right; train longer, on more answers that the target "
+            "itself wrote (eagle regenerate)"
+        )
+    return f"next: eagle export {shlex.quote(head)} --engine vllm --out served/"
 
 
 def _predict(
@@ -260,10 +275,9 @@ def _predict(
         print(json.dumps(report, indent=2, ensure_ascii=False))
     else:
         print("\n".join(predicted_lines(report)))
-        names = f"{shlex.quote(head)} --target {shlex.quote(report['target'])}"
-        size = f" --gamma {report['tree']['depth']}" if name == "chain" else ""
-        warm = f" --temperature {report['temperature']:g}" if report["temperature"] else ""
-        print(f"next: eagle eval {names} --draft {shlex.quote(name)}{size}{warm}")
+        same = ["--draft", name, *(["--gamma", str(report["tree"]["depth"])] if name == "chain" else [])]
+        same += ["--temperature", f"{report['temperature']:g}"] if report["temperature"] else []
+        print(f"next: {options.eval_command(head, report['target'], same)}")
     return 0
 
 

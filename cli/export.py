@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shlex
 from pathlib import Path
 
 import typer
@@ -79,4 +78,4 @@ def run(
     if push_to_hub is not None:
         print(f"uploaded: {made['pushed_to']}")
     named = made["target_path"] or made["target"]["name"] or "TARGET"
-    print(f"next: eagle eval {shlex.quote(str(out))} --target {shlex.quote(named)}")
+    print(f"next: {options.eval_command(str(out), named)}")

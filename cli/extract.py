@@ -63,7 +63,8 @@ def run(
         None,
         "--shard-tokens",
         min=1,
-        help="Tokens of one shard, about; default a sixteenth of all, at most 32768.",
+        help="Tokens of one shard, about; it is whole batches, so --batch-tokens at least. Default a "
+        "sixteenth of all, at most 32768.",
     ),
     max_bad_rows: int | None = typer.Option(
         None, "--max-bad-rows", min=0, help="Rows with NaN features to skip before stopping; default 1 %."

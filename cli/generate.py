@@ -18,8 +18,11 @@ EXAMPLES = """
     echo "Name three rivers." | eagle generate run/ --target ./my-model --temperature 0.7 --top-p 0.9
 """
 
+_SHAPE = ("draft", "gamma", "tree_tokens", "top_k", "depth")
+
 
 def run(
+    context: typer.Context,
     head: options.Head,
     target: options.Target,
     prompt: str | None = typer.Option(
@@ -46,7 +49,6 @@ def run(
     seed: options.Seed = 0,
     trust_remote_code: options.TrustRemoteCode = False,
 ) -> None:
-    import shlex
     import sys
 
     from eagle_train.decoding.sampling import Sampling
@@ -67,4 +69,5 @@ def run(
         seed=seed,
         trust_remote_code=trust_remote_code,
     )
-    print(f"next: eagle eval {shlex.quote(head)} --target {shlex.quote(target)}")
+    chosen = options.typed(context, leaving=[name for name in context.params if name not in _SHAPE])
+    print(f"next: {options.eval_command(head, target, chosen[1:])}")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shlex
 from pathlib import Path
 from typing import Any
 
@@ -74,5 +73,4 @@ def _lines(made: dict[str, Any]) -> list[str]:
     ]
     found += [f"switches: {', '.join(made['switches'])}"] if made["switches"] else []
     found += [f"note: {note}" for note in made["notes"]]
-    target = shlex.quote(made["target"] or "TARGET")
-    return [*found, f"next: eagle eval {shlex.quote(made['out'])} --target {target}"]
+    return [*found, f"next: {options.eval_command(made['out'], made['target'] or 'TARGET')}"]

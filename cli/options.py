@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
+import shlex
 import sys
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -124,6 +125,19 @@ def is_given(context: typer.Context, name: str) -> bool:
     """Return whether a parameter was typed, its default too."""
     source = context.get_parameter_source(name)
     return source is not None and not source.name.startswith("DEFAULT")
+
+
+def eval_command(head: str, target: str, draft: Sequence[str] = ()) -> str:
+    """Return the ``eagle eval`` to type next, with the words of a `draft` already chosen.
+
+    Without a GPU it asks few questions, and drafts a chain where none was chosen: a tree is slow there.
+    """
+    from eagle_train.targets.load import default_device
+
+    words = ["eagle", "eval", head, "--target", target]
+    if default_device().type == "cpu":
+        return shlex.join([*words, *(draft or ("--draft", "chain")), "--num-questions", "10"])
+    return shlex.join([*words, *draft])
 
 
 def refuse_unread(context: typer.Context, unread: Collection[str], why: str) -> None:

@@ -201,7 +201,6 @@ def _rehearsed(found: Rehearsal, command: str) -> str:
 
 def _words(summary: dict[str, Any]) -> str:
     from eagle_train.progress import counted
-    from eagle_train.targets.load import default_device
 
     tau = "no conversations held out, so best is the last checkpoint"
     if summary["best_tau"] is not None:
@@ -216,8 +215,5 @@ def _words(summary: dict[str, Any]) -> str:
     return (
         f"{summary['out']}: {counted(summary['steps'], 'step')}{skipped}, {summary['tokens']:,} tokens in "
         f"{summary['seconds'] / 60:.1f} minutes{early}; {tau}\n"
-        f"next: eagle eval {shlex.quote(summary['out'])} --target {shlex.quote(summary['target'])}"
-        + (
-            " --draft chain --num-questions 10" if default_device().type == "cpu" else ""
-        )  # a tree is slow there
+        f"next: {options.eval_command(summary['out'], summary['target'])}"
     )

@@ -71,6 +71,9 @@ def model_card(record: dict[str, Any], config: HeadConfig, folder: str, commands
         lines += ["", f"{_TITLES[engine]}:", "", "```", command, "```"]
     if not target:
         lines += ["", "`TARGET` stands for the hub id or directory of the target."]
+    elif not is_hub_id(target):
+        named = f"`{target}` is the target's name where this was made"
+        lines += ["", f"{named}: its hub id or directory goes there."]
     lines += [f"\nNot for {_TITLES[engine]}: {why}." for engine, why in record["refused"].items()]
     lines += [
         "",

@@ -60,7 +60,7 @@ def export(
     facts = found.target(named)
     public = named if target or not _is_path(named) else Path(named).name
     head.config = _completed(head.config, facts, public)
-    _check_served(head, engine, facts, found.folder)
+    _check_served(head, engine, facts, source)
     served = as_served(head, engine)
     stored = _choose_dtype(dtype, facts.dtype, served)
     config = replace(served.config, dtype=_long(stored))
@@ -93,7 +93,7 @@ def _is_path(name: str) -> bool:
     return os.path.isabs(name) or name.startswith(".") or Path(name).exists()
 
 
-def _check_served(head: Head, engine: str, facts: TargetFacts, where: Path) -> None:
+def _check_served(head: Head, engine: str, facts: TargetFacts, where: str | Path) -> None:
     """Raise UserError where `engine` would not compute the head, or cannot be told its target."""
     if reasons := refusals(head, engine, facts.num_layers, facts.model_type):
         raise UserError(f"{where}: cannot be exported for {engine}: {'; '.join(reasons)}")

@@ -10,6 +10,7 @@ from typing import Any
 
 from eagle_train.errors import UserError
 from eagle_train.io import make_folder, os_error, replacing, sha256_json
+from eagle_train.progress import counted
 from eagle_train.shards import frozen_target
 from eagle_train.shards.checking import listed, listing_faults, planned, shard_faults, told
 from eagle_train.shards.files import ShardFile, open_shard
@@ -128,6 +129,11 @@ def split(folder: str | Path, out: str | Path, parts: int, show: bool = True) ->
     Returns what each holds. Raises UserError for a damaged shard or more parts than shards.
     """
     place, info = Path(folder), read_manifest(Path(folder))
+    if len(info["shards"]) < 2:
+        raise UserError(
+            f"{folder}: holds {counted(len(info['shards']), 'shard')}, which cannot be split; extract with "
+            "a smaller --batch-tokens into another --out: a shard is whole batches"
+        )
     if not 2 <= parts <= len(info["shards"]):
         raise UserError(
             f"--parts {parts}: {folder} holds {len(info['shards'])} shards; wanted 2 to {len(info['shards'])}"

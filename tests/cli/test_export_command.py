@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from eagle_cli.main import main
+from eagle_cli.options import eval_command
 from eagle_train.heads.config import HeadConfig
 from eagle_train.heads.disk import build_head, save_head
 
@@ -51,8 +52,21 @@ def test_it_says_what_it_made_how_to_serve_it_and_what_comes_next(head, capsys):
     )
     assert json.loads(shlex.split(lines[2])[-1])["model"] == "served"
     assert lines[3].startswith("serve with sglang: python -m sglang.launch_server --model-path org/target ")
-    assert lines[4] == "next: eagle eval served --target org/target"
+    assert lines[4] == f"next: {eval_command('served', 'org/target')}"
     assert len(lines) == 5
+
+
+def test_the_card_says_what_stands_in_for_a_local_target(head, capsys):
+    Path("models/smol").mkdir(parents=True)
+    config = json.loads(Path("head/config.json").read_text())
+    for named, told in (("models/smol", True), ("org/target", False)):
+        config["eagle_train"]["target"] = named
+        Path("head/config.json").write_text(json.dumps(config))
+        assert _run("head", "--engine", "vllm", "--out", "served") == 0
+        card = Path("served/README.md").read_text()
+        assert f"vllm serve {'smol' if told else named} " in card
+        line = "`smol` is the target's name where this was made: its hub id or directory goes there."
+        assert (line in card) == told
 
 
 def test_kept_weights_are_equal_to_the_bit(head, capsys):

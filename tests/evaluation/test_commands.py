@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from eagle_cli import options
+from eagle_cli.eval import _following
 from eagle_cli.main import main
 from eagle_train.evaluation import comparison
 from eagle_train.heads.config import HeadConfig
@@ -41,7 +43,32 @@ def test_eval_prints_figures_and_the_next_command(head_dir, tiny_target_dir, cap
     assert "chain of 3" in out
     assert "dynamic tree of 9 nodes (top-k 10, depth 2)" in out
     assert out.count("equal to plain decoding on every prompt") == 2
-    assert out.splitlines()[-1] == f"next: eagle export {head_dir} --engine vllm --out served/"
+    assert out.splitlines()[-1].startswith("tau below 1.05: hardly a guess is right; train longer, on more ")
+    assert "eagle export" not in out
+
+
+@pytest.mark.parametrize(("tau", "exported"), [(1.0, False), (1.049, False), (1.05, True)])
+def test_export_is_named_for_a_head_that_has_learned(tau, exported):
+    heads = [{"method": "eagle3", "tau": 1.0}, {"method": "eagle3", "tau": tau}]
+    line = _following([{"results": [*heads, {"method": "prompt-lookup", "tau": 3.0}]}], "my run")
+    assert (line == "next: eagle export 'my run' --engine vllm --out served/") == exported
+    assert ("train longer" in line) != exported
+
+
+@pytest.mark.parametrize(
+    ("device", "draft", "words"),
+    [
+        ("cpu", [], " --draft chain --num-questions 10"),
+        ("cpu", ["--draft", "my tree.json"], " --draft 'my tree.json' --num-questions 10"),
+        ("cuda", [], ""),
+        ("cuda", ["--draft", "chain"], " --draft chain"),
+    ],
+)
+def test_the_next_eval_is_short_and_a_chain_where_there_is_no_gpu(device, draft, words, monkeypatch):
+    monkeypatch.setattr("eagle_train.targets.load.default_device", lambda: torch.device(device))
+    assert options.eval_command("my run", "org/target", draft) == (
+        f"eagle eval 'my run' --target org/target{words}"
+    )
 
 
 def test_json_is_the_only_thing_on_standard_output(head_dir, tiny_target_dir, tmp_path, capsys):
@@ -126,8 +153,13 @@ def test_generate_writes_the_answer_and_its_counts(head_dir, tiny_target_dir, ca
     assert f"{len(wanted)} tokens, " in out
     assert "acceptance length" in out
     monkeypatch.setattr("sys.stdin", io.StringIO("Tell me a story"))
-    assert eagle(*arguments, "--draft", "chain") == 0
-    assert text in capsys.readouterr().out
+    assert eagle(*arguments, "--draft", "chain", "--gamma", 2) == 0
+    out = capsys.readouterr().out
+    assert text in out
+    chosen = ["--draft", "chain", "--gamma", "2"]
+    following = options.eval_command(head_dir, str(tiny_target_dir), chosen)
+    assert out.splitlines()[-1] == f"next: {following}"
+    assert " --draft chain --gamma 2" in following
     assert eagle(*arguments, "--prompt", " ") == 2
     assert "prompt: got an empty text" in capsys.readouterr().err
 

@@ -86,6 +86,14 @@ def test_out_never_replaces_the_run(run_dir, tmp_path):
     assert find_source(run_dir).folder.is_dir()
 
 
+def test_a_refusal_names_what_was_typed(run_dir, tmp_path):
+    from eagle_train.errors import UserError
+
+    with pytest.raises(UserError) as caught:
+        export(f"{run_dir}/", tmp_path / "out", engine="speculators")
+    assert str(caught.value).startswith(f"{run_dir}/: ")
+
+
 def test_records_that_are_gone_are_not_needed(run_dir, tmp_path):
     copy = tmp_path / "run"
     shutil.copytree(run_dir, copy, symlinks=True)

@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from eagle_cli.main import main
+from eagle_cli.options import eval_command
 from eagle_train.errors import UserError
 from eagle_train.evaluation.heads import find_head, open_head
 from eagle_train.export.export import export
@@ -60,7 +61,7 @@ def test_an_imported_head_computes_the_same_and_knows_its_layers(head_dir, tmp_p
     assert lines[1] == "reads: hs[2], hs[4], hs[5]"
     assert lines[2] == "RoPE: default, base 25000; draft vocabulary: 40 of 96 tokens"
     assert lines[3] == "switches: fc_norm"
-    assert lines[-1] == f"next: eagle eval {out} --target {target}"
+    assert lines[-1] == f"next: {eval_command(str(out), target)}"
     before, after = load_head(source), load_head(out)
     assert torch.equal(reference_outputs(before), reference_outputs(after))
     assert after.config.feature_layers == (2, 4, 5)

@@ -18,6 +18,7 @@ from eagle_cli import main as main_module
 
 _README = (Path(__file__).resolve().parents[2] / "README.md").read_text()
 _SHORTER = {
+    "regenerate": ["--max-tokens", "64"],
     "extract": ["--dtype", "fp32"],
     "train": ["--set", "head.draft_vocab_size=128", "--set", "run.epochs=1"],
     "eval": ["--num-questions", "2", "--max-new-tokens", "8"],
@@ -27,8 +28,8 @@ _SHORTER = {
 def _own_model() -> list[list[str]]:
     """Return the words of each command in the README's block on one's own model."""
     blocks = re.findall(r"^```\n(.*?)^```$", _README, flags=re.DOTALL | re.MULTILINE)
-    block = next(block for block in blocks if block.startswith("eagle prepare"))
-    return [shlex.split(line) for line in block.splitlines()]
+    block = next(block for block in blocks if block.startswith("eagle regenerate"))
+    return [shlex.split(line, comments=True) for line in block.splitlines()]
 
 
 @pytest.fixture(scope="module")
@@ -56,8 +57,8 @@ def journey(tmp_path_factory, tiny_target_dir, tiny_conversations) -> tuple[Path
 @pytest.mark.slow
 def test_the_block_leads_from_chats_to_a_head(journey):
     folder, printed = journey
-    assert list(printed) == ["prepare", "inspect", "extract", "train", "eval", "export"]
-    assert "24 rows" in printed["prepare"]
+    assert list(printed) == ["regenerate", "prepare", "inspect", "extract", "train", "eval", "export"]
+    assert "24 read, 24 kept" in printed["prepare"]
     config = json.loads((folder / "head" / "config.json").read_text())
     assert config["architectures"] == ["LlamaForCausalLMEagle3"]
     assert (folder / "head" / "model.safetensors").is_file()
@@ -68,7 +69,10 @@ def test_each_command_names_the_next_one(journey):
     _, printed = journey
     order = list(printed)
     for command, following in itertools.pairwise(order):
-        if command != "inspect":
+        if command == "eval":  # it names export for a head that has learned
+            tau = float(re.search(r"acceptance length \(tau\) +([\d.]+)", printed["eval"])[1])
+            assert (f"eagle {following}" in printed["eval"]) == (tau >= 1.05)
+        elif command != "inspect":
             expected = "extract" if following == "inspect" else following
             assert f"eagle {expected}" in printed[command], command
 

@@ -144,6 +144,16 @@ def test_damaged_shards_are_not_merged_or_split(copied: Path, more: Make, tmp_pa
     assert not (tmp_path / "out").exists()
 
 
+def test_one_shard_cannot_be_split(tiny_shards_dir: Path, tmp_path: Path) -> None:
+    shards = len(open_shards(tiny_shards_dir).info["shards"])
+    upkeep.split(tiny_shards_dir, tmp_path / "parts", shards, show=False)
+    one = tmp_path / "parts" / "part-0"
+    with pytest.raises(
+        UserError, match=r"part-0: holds 1 shard, which cannot be split; extract with a smaller"
+    ):
+        upkeep.split(one, tmp_path / "out", 2, show=False)
+
+
 def test_a_directory_with_other_things_in_it_is_not_written_to(tiny_shards_dir: Path, tmp_path: Path) -> None:
     (tmp_path / "out" / "part-0").mkdir(parents=True)
     (tmp_path / "out" / "part-0" / "thesis.tex").write_text("x")
