@@ -56,11 +56,11 @@ class Comparison:
         return self._take(asked, made)
 
     def answer_together(self, all_asked: Sequence[Asked], size: int) -> list[Generation]:
-        """Answer prompts with every method, `size` at once; return plain decoding's answers.
+        """Answer prompts with every method, at most `size` at once; return plain decoding's answers.
 
         Each draws as it would alone. The methods take turns after a few batches.
         """
-        found = []
+        found, size = [], min(size, len(all_asked))
         for start in range(0, len(all_asked), _BATCHES_IN_TURN * size):
             some = all_asked[start : start + _BATCHES_IN_TURN * size]
             if not self._answered:

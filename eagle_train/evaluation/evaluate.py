@@ -57,8 +57,9 @@ def evaluate(
     same prompts. A head is cast to the target's dtype (a copy of it where a module is given). `drafts` None
     means the usual tree of a head's kind. `block` accepts chains of samples as a whole. `told` answers what
     the files of a head made elsewhere leave open. `batch` prompts are decoded at once, by every method, plain
-    decoding included; tokens per second are then the whole batch's. `processors` applies those that the
-    target's generation_config sets, to every method and to plain decoding.
+    decoding included; tokens per second are then the whole batch's, and ``batch`` says how many were together
+    at most. `processors` applies those that the target's generation_config sets, to every method and to plain
+    decoding.
 
     Returns what was run, ``plain``, and under ``results`` one dict per way; a single one's figures stand at
     the top level as well. ``lossless`` says whether all ids equal plain decoding's (greedy; None when
@@ -82,7 +83,9 @@ def evaluate(
     turns = Turns(target, questions, max_turns, max_new_tokens, chat_template)
     with progress("eval", turns.total, "prompts", show) as bar:
         run = Comparison(target, entries, settings, bar)
+        together = 1
         for group in turns.groups(batch):
+            together = max(together, min(batch, len(group)))
             made = [run.answer(group[0])] if batch == 1 else run.answer_together(group, batch)
             for asked, answer in zip(group, made, strict=True):
                 turns.take(asked, answer.ids)
@@ -103,7 +106,7 @@ def evaluate(
         "repetition_penalty": sampling.repetition_penalty,
         "processors": sampling.processors.values if sampling.processors else {},
         "block": block,
-        "batch": batch,
+        "batch": together,
         "dtype": dtype_name(target.dtype),
         "device": str(target.device),
         "threads": torch.get_num_threads(),

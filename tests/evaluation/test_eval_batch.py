@@ -76,6 +76,8 @@ def test_a_difference_in_a_batch_is_found(target, head_dir, monkeypatch):
     report = evaluate(head_dir, target, QUESTIONS, [Chain(2)], max_new_tokens=5, batch=8, show=False)
     places = [(one["question"], one["turn"], one["at"]) for one in report["differences"]]
     assert places == [("question c", 1, 3), ("question c", 2, 3)]
+    assert report["batch"] == len(QUESTIONS)  # as many as there were
+    assert lines(report)[1].startswith("plain decoding, 3 prompts at once: ")
 
 
 def test_batch_is_an_option_of_eval_and_sizes_out_of_range_are_refused(
