@@ -16,6 +16,7 @@ from eagle_train.errors import UserError
 from eagle_train.evaluation.heads import find_head
 from eagle_train.evaluation.hub_questions import hub_records
 from eagle_train.targets.checkpoint import load_config
+from eagle_train.targets.load import load_target
 
 
 @pytest.fixture
@@ -65,6 +66,16 @@ def test_a_hub_that_does_not_answer_is_asked_once(calls: list[int], fetch) -> No
         assert "\n" not in str(caught.value)
         assert len(calls) == 1
     assert not constants.HF_HUB_OFFLINE  # as it was: the network may come back
+
+
+def test_a_target_that_is_nowhere_may_be_a_directory_that_was_meant(calls: list[int]) -> None:
+    with pytest.raises(UserError) as caught:
+        load_target("t3", device="cpu")
+    words = (
+        "t3: could not be loaded as a causal language model: no such directory here, and http://127.0.0.1:"
+    )
+    assert str(caught.value).startswith(words)
+    assert str(caught.value).endswith("; give a hub id, a directory or a .gguf file")
 
 
 def test_what_lies_on_the_disk_asks_nobody(calls: list[int], tiny_target_dir) -> None:

@@ -34,7 +34,7 @@ def default_layer_ids(num_layers: int) -> tuple[int, int, int]:
     if num_layers < 7:
         raise UserError(
             f"the target has {num_layers} layers; the default 2, n//2, n-3 are distinct only from 7 on; "
-            "give three with --layers, for example --layers 0,1,2"
+            "give three: eagle extract --layers 0,1,2, or head.layer_ids of the recipe"
         )
     return 2, num_layers // 2, num_layers - 3
 

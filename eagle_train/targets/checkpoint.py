@@ -57,7 +57,7 @@ def load_model(
         size = sum(weight.numel() * weight.element_size() for weight in model.parameters())
         raise UserError(
             f"{target}: {size / 2**30:.1f} GiB of weights do not go onto {device} ({_first_line(error)}); "
-            "use --dtype bf16, a device with more room, or --device-map auto to spread the model"
+            "use bf16, a device with more room, or --device-map auto of eval, extract and regenerate"
         ) from error
 
 
@@ -277,9 +277,10 @@ def _explained(target: str) -> Iterator[None]:
         except SafetensorError as error:
             raise UserError(f"{target}: a weight file is damaged ({error}); fetch it again") from error
         except (OSError, ValueError, KeyError, ImportError, RuntimeError, TypeError, AttributeError) as error:
-            raise UserError(
-                f"{target}: could not be loaded as a causal language model: {silent or _first_line(error)}"
-            ) from error
+            why = _first_line(error)
+            if silent:
+                why = f"no such directory here, and {silent}; give a hub id, a directory or a .gguf file"
+            raise UserError(f"{target}: could not be loaded as a causal language model: {why}") from error
 
 
 def _first_line(error: BaseException) -> str:

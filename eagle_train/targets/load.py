@@ -209,10 +209,10 @@ def default_device() -> torch.device:
     return torch.device("cpu")
 
 
-def pick_device(device: str | torch.device | None) -> torch.device:
+def pick_device(device: str | torch.device | None, option: str = "--device") -> torch.device:
     """Return the device asked for: None is the best there is, a plain ``cuda`` this rank's own GPU.
 
-    Raises UserError for a device that does not exist here.
+    Raises UserError, naming the command's `option`, for a device that does not exist here.
     """
     default = default_device()
     if device is None:
@@ -220,14 +220,14 @@ def pick_device(device: str | torch.device | None) -> torch.device:
     try:
         place = torch.device(device)
     except RuntimeError as error:
-        raise UserError(f"--device {device}: wanted cpu, cuda or cuda:N") from error
+        raise UserError(f"{option} {device}: wanted cpu, cuda or cuda:N") from error
     if place.type == "cuda":
         count = torch.cuda.device_count() if torch.cuda.is_available() else 0
         if not count:
-            raise UserError(f"--device {device}: no CUDA device is visible here; use --device cpu")
+            raise UserError(f"{option} {device}: no CUDA device is visible here; use {option} cpu")
         if place.index is not None and place.index >= count:
             raise UserError(
-                f"--device {device}: {count} CUDA devices are visible, 0 to {count - 1}; use one of them"
+                f"{option} {device}: {count} CUDA devices are visible, 0 to {count - 1}; use one of them"
             )
     return default if place.type == default.type and place.index is None else place
 

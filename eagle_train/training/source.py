@@ -13,7 +13,7 @@ from eagle_train.errors import UserError
 from eagle_train.shards.reader import open_shards
 from eagle_train.shards.row_source import RowSource
 from eagle_train.shards.schema import MANIFEST
-from eagle_train.targets.load import load_target
+from eagle_train.targets.load import load_target, pick_device
 from eagle_train.targets.online import OnlineRows
 from eagle_train.targets.survey import survey
 from eagle_train.training.build import check_shards
@@ -66,6 +66,7 @@ def open_source(
         check_shards(recipe, shards)
         return shards
     refuse_shards(place)
+    pick_device(live.device, "--target-device")  # before anything else names it otherwise
     if live.max_disk is not None:
         return open_passing(place, recipe, processes, dtype, live, out / STREAM, done)
     settings = live.settings(recipe, processes.device)

@@ -260,5 +260,5 @@ def test_weights_that_a_device_does_not_hold_are_one_line(
         load_target(tiny_target_dir, device="cpu")
     assert str(caught.value) == (
         f"{tiny_target_dir}: 0.0 GiB of weights do not go onto cpu (CUDA out of memory. Tried to allocate "
-        "9 GiB); use --dtype bf16, a device with more room, or --device-map auto to spread the model"
+        "9 GiB); use bf16, a device with more room, or --device-map auto of eval, extract and regenerate"
     )

@@ -66,6 +66,19 @@ def test_what_the_user_must_change_is_one_line_and_exit_2(words, message, tmp_pa
     assert message in err
 
 
+@pytest.mark.parametrize("device", ["banana", "cuda"])
+def test_a_device_of_the_target_is_refused_by_the_option_that_train_has(
+    device, tmp_path, tiny_rows_dir, tiny_target_dir, capsys, monkeypatch
+):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    for mode in (["--online"], ["--max-disk", "1GB"]):
+        words = ["train", tiny_rows_dir, *mode, "--target", tiny_target_dir, "--target-device", device]
+        code, _, err = main_here(capsys, *words, "--recipe", "eagle3-tiny", "--out", tmp_path / "run")
+        assert code == 2
+        assert err.startswith(f"error: --target-device {device}: ")
+        assert " --device" not in err
+
+
 def test_it_ends_with_what_it_made_and_the_next_command(tmp_path, tiny_shards_dir, tiny_target_dir, capsys):
     words = ["train", tiny_shards_dir, "--recipe", "eagle3-tiny", "--out", tmp_path / "run"]
     code, out, err = main_here(capsys, *words)
