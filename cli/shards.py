@@ -106,6 +106,9 @@ def _print(found: dict[str, Any], as_json: bool) -> None:
     target = found["target"]
     state = "" if found["complete"] else f", unfinished, {found['shards_there']} are there"
     layers = f", layers {', '.join(map(str, found['layer_ids']))}" if found["layer_ids"] else ""
+    if top := found["label_top_k"]:
+        kept = "" if found["label_mass"] is None else f" ({found['label_mass']:.2%} of its probability)"
+        layers += f", the {top} likeliest tokens of each label{kept}"
     each = f" ({bytes_text(found['bytes_per_token'])} a token)" if found["bytes_per_token"] else ""
     print(
         f"{found['folder']}: {counted(found['shards'], 'shard')}{state}: {counted(found['rows'], 'row')}, "

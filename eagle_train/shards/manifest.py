@@ -112,7 +112,8 @@ def counted(shards: Sequence[ShardFile]) -> dict[str, Any]:
 def in_common(info: dict[str, Any]) -> dict[str, Any]:
     """What all shards of a directory share, of a manifest or of a shard's header, by its name."""
     target = {f"target {name}": info["target"].get(name) for name in ("fingerprint", "dtype")}
-    return {name: info.get(name) for name in SAME} | target
+    top = {"label_top_k": info.get("label_top_k", 0)}  # not there where whole states are
+    return {name: info.get(name) for name in SAME} | top | target
 
 
 def head_of(info: dict[str, Any]) -> dict[str, Any]:

@@ -42,6 +42,8 @@ def _described(folder: Path, info: dict[str, Any] | None) -> dict[str, Any]:
         "folder": str(folder),
         "complete": info is not None,
         **{name: setting[name] for name in ("target", "features", "layer_ids", "codec", "hidden_size")},
+        "label_top_k": setting.get("label_top_k") or None,
+        "label_mass": setting.get("label_mass"),
         "rows": rows,
         "skipped": len(setting.get("skipped", [])),
         "tokens": tokens,

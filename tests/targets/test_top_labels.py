@@ -7,10 +7,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from eagle_cli.main import main
 from eagle_train.errors import UserError
 from eagle_train.shards import upkeep
 from eagle_train.shards.listing import read_manifest
 from eagle_train.shards.reader import open_shards
+from eagle_train.shards.schema import MANIFEST
 from eagle_train.targets.labels import likeliest
 from eagle_train.targets.load import load_target
 from eagle_train.targets.survey import survey
@@ -79,8 +81,26 @@ def test_they_are_resumed_verified_split_and_merged_with_their_like_alone(run: R
         == read_manifest(tmp_path / "out")["labels"]
     )
     run("states")
-    with pytest.raises(UserError, match=r"label top k None, .* has 4"):
+    with pytest.raises(UserError, match=r"label top k 0, .* has 4"):
         upkeep.merge([halves[0], tmp_path / "states"], tmp_path / "mixed", show=False)
+
+
+def test_shards_info_verify_and_merge_say_how_labels_are_held(
+    run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    mass = run(label_top_k=4)["label_mass"]
+    upkeep.split(tmp_path / "out", tmp_path / "parts", 2, show=False)
+    parts = [str(tmp_path / "parts" / f"part-{n}") for n in range(2)]
+    words = f", the 4 likeliest tokens of each label ({mass:.2%} of its probability), codec bf16"
+    for asked in (["info", tmp_path / "out"], ["verify", tmp_path / "out"], ["merge", *parts]):
+        more = ["--out", tmp_path / "merged"] if asked[0] == "merge" else []
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as left:
+            main(["shards", *map(str, [*asked, *more])])
+        assert not left.value.code
+        assert words in capsys.readouterr().out
+    (tmp_path / "out" / MANIFEST).unlink()  # of an extraction under way the setting alone is known
+    assert (upkeep.describe(tmp_path / "out")["label_top_k"], run("states")["label_top_k"]) == (4, None)
 
 
 def test_what_cannot_do_without_the_states_is_refused(run: Run, tmp_path: Path) -> None:
