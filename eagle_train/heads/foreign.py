@@ -108,15 +108,17 @@ def read_any(
     try:
         read = read_foreign(folder, told, num_target_layers)
     except UserError as error:
-        hint = (
-            " (an option of eagle import)" if " --" in str(error) and "eagle import" not in str(error) else ""
-        )
-        raise UserError(f"{error}{hint}") from error
+        raise UserError(_with_command(str(error))) from error
     for note in read.notes:
-        warnings.warn(f"{folder}: {note}", stacklevel=2)
+        warnings.warn(f"{folder}: {_with_command(note)}", stacklevel=2)
     if tables is not None:
         read.check_copies(*tables, str(folder))
     return read.head
+
+
+def _with_command(words: str) -> str:
+    """Say whose the options in `words` are: whoever reads a head has others."""
+    return f"{words} (an option of eagle import)" if " --" in words and "eagle import" not in words else words
 
 
 def _vocabulary_maps(tensors: ForeignTensors, vocab_size: int, where: str) -> dict[str, Tensor]:

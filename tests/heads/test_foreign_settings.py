@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from eagle_train.heads.foreign import read_foreign
+from eagle_train.heads.foreign import read_any, read_foreign
 from eagle_train.heads.foreign_config import Told
 
 from .foreign_heads import EAGLE3, USUAL, Forward, N, assert_same, eagle3_config, eagle3_tensors, write
@@ -53,11 +53,12 @@ def test_scaled_rope_is_read_and_its_trap_named(tmp_path):
         "high_freq_factor": 4.0,
         "original_max_position_embeddings": 128,
     }
-    read = read_foreign(
-        write(tmp_path / "head", {**EAGLE3, "rope_scaling": scaling}, eagle3_tensors("midlayer"))
-    )
+    folder = write(tmp_path / "head", {**EAGLE3, "rope_scaling": scaling}, eagle3_tensors("midlayer"))
+    read = read_foreign(folder)
     assert read.head.config.rope_parameters == {**scaling, "rope_theta": 25000.0}
     assert any("try --rope-theta 10000" in note for note in read.notes)
+    with pytest.warns(UserWarning, match=r"try --rope-theta 10000 \(an option of eagle import\)"):
+        read_any(folder)  # as commands do that have no such option
 
 
 @pytest.mark.parametrize(
