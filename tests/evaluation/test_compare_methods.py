@@ -100,10 +100,9 @@ def test_the_targets_law_is_asked_for_where_a_rule_looks_alone(target, monkeypat
     asked = []
 
     class Law(TargetLaw):
-        def __init__(self, *given):
-            *_, tree, last = given
+        def __init__(self, target, sampling, text, tree, last, begun):
             asked.append((len(last), len(tree), tree.own))
-            super().__init__(*given)
+            super().__init__(target, sampling, text, tree, last, begun)
 
     monkeypatch.setattr(loop, "TargetLaw", Law)
     settings = Settings(max_new_tokens=16, eos_ids=())

@@ -11,7 +11,7 @@ from eagle_train.heads.disk import load_head
 from eagle_train.recipe_files import load_recipe
 from eagle_train.shards.reader import open_shards
 from eagle_train.targets.extract import extract
-from eagle_train.training import dry_run
+from eagle_train.training import dry_run, source
 from eagle_train.training.loop import train
 from eagle_train.training.medusa_step import MedusaStep
 from eagle_train.training.metrics import read_metrics
@@ -127,7 +127,7 @@ def test_a_rehearsal_promises_no_more_guesses_than_there_are_heads(medusa_shards
         opened.append(given)
         return open_shards(folder, **given)
 
-    monkeypatch.setattr(dry_run, "open_shards", opening)
+    monkeypatch.setattr(source, "open_shards", opening)
     monkeypatch.setattr(dry_run, "MOST_STEPS", 1)
     changes = ["head.medusa_heads=1", "run.eval_gamma=3", "run.precision=fp32", "data.held_out=2"]
     found = dry_run.dry_run(medusa_shards, load_recipe("medusa", changes), show=False)
