@@ -108,12 +108,14 @@ def _report(summary: dict[str, Any], rows: Path, target: str, as_json: bool) -> 
     from eagle_train.progress import bytes_text, counted
 
     size = bytes_text(summary["bytes"] + summary["target_bytes"])
-    skipped = f", {summary['skipped']} rows skipped (features not finite)" if summary["skipped"] else ""
+    skipped = (
+        f", {counted(summary['skipped'], 'row')} skipped (features not finite)" if summary["skipped"] else ""
+    )
     if top := summary["label_top_k"]:
         kept = "" if summary["label_mass"] is None else f", {summary['label_mass']:.2%} of its probability"
         skipped += f"; of each label the {top} likeliest tokens{kept}"
     print(
-        f"{summary['out']}: {summary['rows']:,} rows, {summary['tokens']:,} tokens, "
+        f"{summary['out']}: {counted(summary['rows'], 'row')}, {counted(summary['tokens'], 'token')}, "
         f"{summary['labels']:,} supervised, {counted(summary['shards'], 'shard')}, {size}{skipped}"
     )
     recipe = summary["features"] if summary["features"] != "all" else "eagle3"

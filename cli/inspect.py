@@ -36,6 +36,7 @@ def run(
 ) -> None:
     from eagle_train.data.inspect import bracketed, count_lines, describe_row, print_coloured, shown
     from eagle_train.data.rows import open_rows
+    from eagle_train.progress import counted
 
     opened = open_rows(rows)
     described = describe_row(opened, row, target, trust_remote_code)
@@ -46,7 +47,7 @@ def run(
         print(line)
     print(
         f"row {row} of {len(opened)}: {described['row_id']}, from {described['source']}, "
-        f"{len(described['input_ids'])} tokens, answers at {described['spans']}\n"
+        f"{counted(len(described['input_ids']), 'token')}, answers at {described['spans']}\n"
     )
     if sys.stdout.isatty():
         print_coloured(described["segments"])

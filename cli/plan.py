@@ -74,17 +74,18 @@ def run(
 
 
 def _lines(found: dict[str, Any]) -> list[str]:
-    from eagle_train.progress import bytes_text, counted
+    from eagle_train.progress import bytes_text, counted, parameters_text
 
     sizes = ", ".join(f"{codec} {bytes_text(size)}" for codec, size in found["bytes"].items())
     memory, hours = found["memory"], found["hours"]
     lines = [
-        f"{found['rows']:,} rows, {found['tokens']:,} tokens, {found['labels']:,} supervised: "
+        f"{counted(found['rows'], 'row')}, {counted(found['tokens'], 'token')}, {found['labels']:,} "
+        f"supervised: "
         f"{counted(found['shards'], 'shard')}",
         f"disk by codec: {sizes}",
         f"memory of a device, activations left out: extraction {bytes_text(memory['target'])} "
         f"(target in {found['dtype']}); training {bytes_text(memory['training'])} "
-        f"(head of {memory['head_parameters'] / 1e6:.1f} M parameters)",
+        f"(head of {parameters_text(memory['head_parameters'])})",
     ]
     if hours is not None:
         free, share = found["hours_if_free"], found["share_of_a_core"]
@@ -105,4 +106,6 @@ def _lines(found: dict[str, Any]) -> list[str]:
 
 
 def _time(hours: float) -> str:
-    return f"{hours:.1f} hours" if hours >= 1 else f"{60 * hours:.1f} minutes"
+    from eagle_train.progress import span
+
+    return span(3600 * hours)

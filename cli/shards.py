@@ -112,7 +112,8 @@ def _print(found: dict[str, Any], as_json: bool) -> None:
     each = f" ({bytes_text(found['bytes_per_token'])} a token)" if found["bytes_per_token"] else ""
     print(
         f"{found['folder']}: {counted(found['shards'], 'shard')}{state}: {counted(found['rows'], 'row')}, "
-        f"{found['tokens']:,} tokens, {found['labels']:,} supervised, {bytes_text(found['bytes'])}{each}, "
+        f"{counted(found['tokens'], 'token')}, {found['labels']:,} supervised, "
+        f"{bytes_text(found['bytes'])}{each}, "
         f"and {bytes_text(found['target_bytes'])} of the target's embedding and lm_head"
     )
     print(

@@ -191,8 +191,10 @@ def _following(again: list[str], processes: int | None) -> str:
 
 
 def _rehearsed(found: Rehearsal, command: str) -> str:
+    from eagle_train.progress import counted
+
     return (
-        f"dry run: {found.steps} steps on one row, {found.seconds_per_step:.2f} s each; loss "
+        f"dry run: {counted(found.steps, 'step')} on one row, {found.seconds_per_step:.2f} s each; loss "
         f"{found.loss[0]:.3f} to {found.loss[1]:.3f}; acceptance length {found.tau[0]:.2f} to "
         f"{found.tau[1]:.2f} of at most {found.longest:.2f}"
         + (f"\nnext: {command}" if found.learned else "; a head that learns goes further: look at the shards")
@@ -200,7 +202,7 @@ def _rehearsed(found: Rehearsal, command: str) -> str:
 
 
 def _words(summary: dict[str, Any]) -> str:
-    from eagle_train.progress import counted
+    from eagle_train.progress import counted, span
 
     tau = "no conversations held out, so best is the last checkpoint"
     if summary["best_tau"] is not None:
@@ -214,6 +216,6 @@ def _words(summary: dict[str, Any]) -> str:
     early = ", ended by run.patience" if summary["out_of_patience"] else ""
     return (
         f"{summary['out']}: {counted(summary['steps'], 'step')}{skipped}, {summary['tokens']:,} tokens in "
-        f"{summary['seconds'] / 60:.1f} minutes{early}; {tau}\n"
+        f"{span(summary['seconds'])}{early}; {tau}\n"
         f"next: {options.eval_command(summary['out'], summary['target'])}"
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import shlex
+from typing import Any
 
 import typer
 
@@ -66,7 +66,19 @@ def run(
         return 0
     print("\n".join(lines(report)))
     if out is not None:
-        names = f"{shlex.quote(head)} --target {shlex.quote(target)}"
         print(f"written: {out}")
-        print(f"next: eagle eval {names} --draft {shlex.quote(out)}")
+        print(f"next: {options.eval_command(head, target, ['--draft', out])}")
+    else:
+        print(f"next: {_following(report)}")
     return 0
+
+
+def _following(report: dict[str, Any]) -> str:
+    """Return what to do next where no draft was written."""
+    from eagle_train.evaluation.tuning import too_few
+
+    if too_few(report):
+        return "the same with more to learn from: a larger --num-questions or --max-new-tokens"
+    if not report["wins"]:
+        return "train longer, on more answers that the target itself wrote (eagle regenerate)"
+    return "the same with --out tuned.json, which eagle eval and generate take as --draft"

@@ -8,6 +8,7 @@ time is measured beside it: the hours are told as the machine is now, and as the
 
 from __future__ import annotations
 
+import sys
 import tempfile
 import time
 from collections.abc import Sequence
@@ -21,6 +22,7 @@ from torch import Tensor, nn
 from eagle_train.config import Recipe
 from eagle_train.errors import UserError
 from eagle_train.heads.disk import build_head
+from eagle_train.progress import span
 from eagle_train.shards.codecs import CODECS, encode
 from eagle_train.shards.manifest import close_directory
 from eagle_train.shards.sampler import Plan as Order
@@ -54,6 +56,7 @@ def estimate(
     processes: int | None = None,
     seconds: float = 10.0,
     trust_remote_code: bool = False,
+    show: bool = True,
 ) -> dict[str, Any]:
     """Return tokens, shards, ``bytes`` by codec, ``memory`` and ``hours`` for extraction and training.
 
@@ -96,8 +99,11 @@ def estimate(
         return found
     with tempfile.TemporaryDirectory(prefix="eagle-plan-") as temporary:
         folder = Path(temporary)
+        _say(f"trying extraction for about {span(seconds)}, after the target is loaded and checked", show)
         extracted, checked, got = _try_extraction(work, target, folder / "shards", seconds, trust_remote_code)
-        trained, had = _try_training(folder, recipe, seconds)
+        most = max(1, int(extracted * seconds))
+        _say(f"extraction: {extracted:,.0f} tokens/s; trying training for about {span(seconds)}", show)
+        trained, had = _try_training(folder, recipe, seconds, most)
     extract = (work.plan.tokens / extracted / workers + checked) / 3600
     return {
         **found,
@@ -110,6 +116,11 @@ def estimate(
         },
         "share_of_a_core": {"extract": got, "train": had},
     }
+
+
+def _say(text: str, show: bool) -> None:
+    if show:
+        print(f"plan: {text}", file=sys.stderr, flush=True)
 
 
 def _train_hours(recipe: Recipe, tokens: int | None, rate: float) -> float:
@@ -190,10 +201,13 @@ def _try_extraction(
     target = load_target(name, dtype=work.dtype, device=work.device, trust_remote_code=trust_remote_code)
     done, kept, spent = 0, 0, Stopwatch()
     with FeatureTap(target, setting.layer_ids) as tap:
-        sample = [_run(work, tap, first)]  # warms up
+        with (warming := Stopwatch()):
+            sample = [_run(work, tap, first)]  # warms up
         begun = time.perf_counter()
         check_start(tap, *sample[0], work.table, setting)
         checked = time.perf_counter() - begun
+        if warming.wall >= seconds:  # one slow batch is enough to time by
+            spent, others, done = warming, [], len(sample[0][0].real)
         for rows in others:
             with spent:
                 batch, features = _run(work, tap, rows)
@@ -265,9 +279,10 @@ def _keep(
     close_directory(folder, plan)
 
 
-def _try_training(folder: Path, recipe: Recipe, seconds: float) -> tuple[float, float]:
-    """Train on the sample for some seconds, as the recipe says.
+def _try_training(folder: Path, recipe: Recipe, seconds: float, most: int) -> tuple[float, float]:
+    """Train on the sample for some seconds, as the recipe says, in steps of `most` tokens at most.
 
+    A step always ends: one of 65,536 tokens would run for minutes on a CPU, whatever `seconds` say.
     Returns tokens a second after a warm-up, and the share of a core that this process had.
     """
     never = 1 << 40
@@ -275,7 +290,11 @@ def _try_training(folder: Path, recipe: Recipe, seconds: float) -> tuple[float, 
         recipe.run, epochs=None, steps=None, tokens=None, minutes=seconds / 60, log_every=1, patience=None
     )
     run = replace(run, eval_every=never, save_every=never)
-    short = replace(recipe, run=run, data=replace(recipe.data, held_out=0))
+    data = replace(recipe.data, held_out=0)
+    if data.tokens_per_step is not None:
+        step = min(data.tokens_per_step, most)
+        data = replace(data, tokens_per_step=step, micro_tokens=min(data.micro_tokens, step))
+    short = replace(recipe, run=run, data=data)
     with Stopwatch() as spent:
         made = train(folder / "shards", short, folder / "run", show=False)
     share = spent.share(made["device"])

@@ -29,16 +29,18 @@ class Progress:
     def _line(self, now: float, note: str) -> str:
         rate = self.done / max(now - self._started, 1e-9)
         of = f"/{self.total:,}" if self.total is not None else ""
+        unit = self.unit.removesuffix("s") if self.total == 1 else self.unit
         left = ""
         if self.total is not None and self.done:
             left = f", {_clock((self.total - self.done) / max(rate, 1e-9))} left"
-        return f"{self.title}: {self.done:,}{of} {self.unit}, {rate:,.1f}/s{left}{_behind(note)}"
+        return f"{self.title}: {self.done:,}{of} {unit}, {rate:,.1f}/s{left}{_behind(note)}"
 
     def close(self) -> None:
         """Say what was done in all."""
         seconds = time.monotonic() - self._started
         rate = self.done / max(seconds, 1e-9)
-        words = f"{self.title}: {self.done:,} {self.unit} in {_clock(seconds)}, {rate:,.1f}/s"
+        done = counted(self.done, self.unit.removesuffix("s"))
+        words = f"{self.title}: {done} in {_clock(seconds)}, {rate:,.1f}/s"
         print(words, file=sys.stderr, flush=True)
 
 
@@ -106,6 +108,18 @@ def _clock(seconds: float) -> str:
 def counted(number: int, noun: str) -> str:
     """Return a number with its noun: ``1 shard``, ``1,200 shards``."""
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
+def span(seconds: float) -> str:
+    """Return a time in the unit that people read: ``8 seconds``, ``3.5 minutes``, ``2.1 hours``."""
+    if round(seconds) < 60:
+        return counted(round(seconds), "second") if seconds >= 1 else f"{seconds:.2g} seconds"
+    return f"{seconds / 60:,.1f} minutes" if seconds < 3600 else f"{seconds / 3600:,.1f} hours"
+
+
+def parameters_text(count: int) -> str:
+    """Return a number of parameters: ``51,200 parameters``, ``3.4 M parameters``."""
+    return f"{count / 1e6:,.1f} M parameters" if count >= 1e6 else counted(count, "parameter")
 
 
 def bytes_text(count: float) -> str:

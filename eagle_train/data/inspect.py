@@ -7,6 +7,7 @@ from typing import Any
 from eagle_train.data.rows import Rows
 from eagle_train.data.tokenizer import load_tokenizer
 from eagle_train.errors import UserError
+from eagle_train.progress import counted
 from eagle_train.provenance import tokenizer_fingerprint
 
 
@@ -76,7 +77,8 @@ def count_lines(info: dict[str, Any]) -> list[str]:
     counts = info["counts"]
     examples = info.get("skipped_examples", {})
     lines = [
-        f"{info['rows']:,} rows, {info['tokens']:,} tokens, {info['supervised_tokens']:,} supervised",
+        f"{counted(info['rows'], 'row')}, {counted(info['tokens'], 'token')}, "
+        f"{info['supervised_tokens']:,} supervised",
         f"conversations: {counts['read']:,} read, {counts['kept']:,} kept, "
         f"{sum(counts['skipped'].values()):,} skipped; damaged records: {counts['bad']:,}",
     ]

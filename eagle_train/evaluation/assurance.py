@@ -13,6 +13,7 @@ from eagle_train.evaluation.methods import Method, usual_shape
 from eagle_train.evaluation.questions import read_questions
 from eagle_train.evaluation.report import NEAR_TIE, draft_name
 from eagle_train.heads.foreign_config import Told
+from eagle_train.progress import counted
 from eagle_train.targets.load import load_target
 
 DTYPES = ("fp32", "bf16")
@@ -78,8 +79,8 @@ def lines(report: dict[str, Any]) -> list[str]:
     for check in report["checks"]:
         start = f"{check['dtype']}, {check['draft']} (tau {check['tau']:.2f}): "
         differences = check["differences"]
-        equal = f"{check['prompts'] - len(differences)} of {check['prompts']} answers equal"
-        found.append(f"{start}{equal}, {check['tokens']:,} tokens")
+        equal = f"{check['prompts'] - len(differences)} of {counted(check['prompts'], 'answer')} equal"
+        found.append(f"{start}{equal}, {counted(check['tokens'], 'token')}")
         for one in differences:
             found.append(
                 f"  {one['question']}, turn {one['turn']}, token {one['at']}: the two best logits are "
@@ -93,9 +94,10 @@ def fault(report: dict[str, Any]) -> str | None:
     """Return a sentence where something differs beyond rounding, else None."""
     if not report["unexplained"]:
         return None
-    first = report["unexplained"][0]
+    first, count = report["unexplained"][0], len(report["unexplained"])
     return (
-        f"{len(report['unexplained'])} answers differ from plain decoding beyond rounding; first in "
+        f"{counted(count, 'answer')} differ{'s' if count == 1 else ''} from plain decoding beyond "
+        f"rounding; first in "
         f"{first['dtype']}, {first['draft']}: {first['question']}, turn {first['turn']}, token "
         f"{first['at']}, {first['below']:.2g} below the best logit; please report it"
     )

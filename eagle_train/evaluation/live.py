@@ -16,6 +16,7 @@ from eagle_train.evaluation.heads import open_head
 from eagle_train.evaluation.methods import head_drafter, usual_shape
 from eagle_train.evaluation.questions import Conversation, Question
 from eagle_train.evaluation.report import draft_name
+from eagle_train.progress import counted
 from eagle_train.targets.load import load_target
 
 _ACCEPTED = "green"
@@ -64,7 +65,8 @@ def answer_live(
     counts, seconds = made.counts, max(made.decode_seconds, 1e-9)
     end = "ended by itself" if made.ended else "cut by --max-new-tokens"
     console.print(
-        f"{len(made.ids)} tokens, {counts.rounds} rounds, acceptance length {counts.tau:.2f} "
+        f"{counted(len(made.ids), 'token')}, {counted(counts.rounds, 'round')}, acceptance length "
+        f"{counts.tau:.2f} "
         f"({draft_name(shape.figures)}), {counts.tokens / seconds:.1f} tokens/s after "
         f"{made.prefill_seconds:.2f} s of prefill; {end}",
         style="dim",

@@ -8,6 +8,7 @@ from typing import Any
 from eagle_train.evaluation.report import draft_name
 from eagle_train.evaluation.tables import cells, set_name
 from eagle_train.page import as_html, as_text, check_matplotlib, figure, plot
+from eagle_train.progress import counted
 
 
 def as_page(reports: Sequence[dict[str, Any]]) -> str:
@@ -16,8 +17,9 @@ def as_page(reports: Sequence[dict[str, Any]]) -> str:
     first = reports[0]
     parts = [
         f"<h1>Speculative decoding of {as_text(first['target'])}</h1>",
-        f"<p>{first['prompts']} prompts, up to {first['max_new_tokens']} new tokens, {first['dtype']}, "
-        f"{as_text(first['device'])}, {first['threads']} threads. A cell holds tau, the tokens of "
+        f"<p>{counted(first['prompts'], 'prompt')}, up to {counted(first['max_new_tokens'], 'new token')}, "
+        f"{first['dtype']}, "
+        f"{as_text(first['device'])}, {counted(first['threads'], 'thread')}. A cell holds tau, the tokens of "
         "a round, and the speed beside plain decoding in the same run.</p>",
         _table(reports),
     ]

@@ -16,7 +16,8 @@ def fault(report: dict[str, Any]) -> str | None:
     if not found:
         return None
     return (
-        f"greedy answers differ from plain decoding in fp32 at {len(found)} places where the best two logits "
+        f"greedy answers differ from plain decoding in fp32 at {counted(len(found), 'place')} where the "
+        f"best two logits "
         f"are {NEAR_TIE:g} or more apart; this is a fault in the toolkit: please report it"
     )
 
@@ -51,7 +52,7 @@ def lines(report: dict[str, Any]) -> list[str]:
     at_once = f", {report['batch']} prompts at once" if report["batch"] > 1 else ""
     found = [
         f"{who}{report['target']}: {counted(report['prompts'], 'prompt')}{where}, up to "
-        f"{report['max_new_tokens']} new tokens, {how}, {report['dtype']}, {report['device']}",
+        f"{counted(report['max_new_tokens'], 'new token')}, {how}, {report['dtype']}, {report['device']}",
         f"plain decoding{at_once}: {report['plain']['tokens_per_second']:.1f} tokens/s",
     ]
     for result in report["results"]:
@@ -63,8 +64,9 @@ def _result_lines(result: dict[str, Any]) -> list[str]:
     source = f" {result['source']}" if result["source"] else ""
     found = [
         f"{result['method']}{source}, {draft_name(result['tree'])}",
-        f"  acceptance length (tau)   {result['tau']:.3f}   ({result['tokens']:,} tokens in "
-        f"{result['rounds']:,} rounds; as vLLM counts: {result['vllm_acceptance_length']:.3f}, as SGLang: "
+        f"  acceptance length (tau)   {result['tau']:.3f}   ({counted(result['tokens'], 'token')} in "
+        f"{counted(result['rounds'], 'round')}; as vLLM counts: {result['vllm_acceptance_length']:.3f}, as "
+        f"SGLang: "
         f"{result['sglang_acceptance_length']:.3f})",
         f"  accepted by position      {_shares(result['accepted_by_position'])}",
         f"  given the previous        {_shares(result['accepted_given_previous'])}",
@@ -100,10 +102,11 @@ def predicted_lines(report: dict[str, Any]) -> list[str]:
     warm = f" at temperature {report['temperature']:g}" if report["temperature"] else ""
     found = [
         f"{report['kind']} head {report['head']}, {draft_name(report['tree'])}{warm}, predicted without "
-        f"decoding on {report['texts']} ({report['rows']:,} rows: {report['which_rows']}; features "
+        f"decoding on {report['texts']} ({counted(report['rows'], 'row')}: {report['which_rows']}; features "
         f"{report['codec']})",
         f"  acceptance length (tau)   {report['tau']:.3f}   ({report['tokens']:,} tokens in "
-        f"{report['rounds']:,.10g} rounds{'' if 'accepted_histogram' in report else ', as expected'})",
+        f"{report['rounds']:,.10g} round{'' if report['rounds'] == 1 else 's'}"
+        f"{'' if 'accepted_histogram' in report else ', as expected'})",
     ]
     if "accepted_histogram" in report:
         found += [

@@ -16,7 +16,7 @@ from eagle_train.evaluation.heads import open_head
 from eagle_train.evaluation.methods import head_drafter
 from eagle_train.evaluation.questions import Question, conversations, read_questions
 from eagle_train.evaluation.report import draft_name
-from eagle_train.progress import progress
+from eagle_train.progress import counted, progress
 from eagle_train.targets.load import Target, dtype_name, load_target
 
 
@@ -74,7 +74,8 @@ def compare_with_server(
     loop, server = (add_up([side[i] for side in sides]) for i in (0, 1))
     if not server.drafts:
         raise UserError(
-            f"{engine.url}: not one draft was counted in {len(sides)} prompts, so nothing could be compared; "
+            f"{engine.url}: not one draft was counted in {counted(len(sides), 'prompt')}, so nothing could "
+            f"be compared; "
             "does the server draft, and has --max-new-tokens room for it?"
         )
     who = {"url": engine.url, "engine": engine.name, "model": engine.model}
@@ -100,7 +101,8 @@ def server_fault(report: dict[str, Any]) -> str | None:
     first = report["differences"][0]
     what = "counters" if first["same_text"] else "text"
     return (
-        f"server and loop differ on {len(report['differences'])} of {report['prompts']} prompts; first: "
+        f"server and loop differ on {len(report['differences'])} of "
+        f"{counted(report['prompts'], 'prompt')}; first: "
         f"question {first['question']}, in its {what}"
     )
 
@@ -109,8 +111,9 @@ def server_lines(report: dict[str, Any]) -> list[str]:
     """Return the report of `compare_with_server` as lines of text."""
     server = report["server"]
     found = [
-        f"head {report['head']} on {report['target']}: {report['prompts']} prompts, {report['tokens']:,} "
-        f"tokens, greedy, {draft_name(report['tree'])}, up to {report['max_new_tokens']} new tokens; "
+        f"head {report['head']} on {report['target']}: {counted(report['prompts'], 'prompt')}, "
+        f"{counted(report['tokens'], 'token')}, greedy, {draft_name(report['tree'])}, up to "
+        f"{counted(report['max_new_tokens'], 'new token')}; "
         f"acceptance length as {server['engine']} counts it, {report['counts_as']}"
     ]
     names = {
@@ -121,12 +124,13 @@ def server_lines(report: dict[str, Any]) -> list[str]:
         shares = " ".join(f"{share:.3f}" for share in report[side]["accepted_by_position"])
         found.append(
             f"  {name}: acceptance length {report[side]['acceptance_length']:.3f} in "
-            f"{report[side]['drafts']:,} rounds, accepted by position {shares}"
+            f"{counted(report[side]['drafts'], 'round')}, accepted by position {shares}"
         )
     texts = sum(not difference["same_text"] for difference in report["differences"])
-    if report["differences"]:
+    if count := len(report["differences"]):
         found.append(
-            f"  {len(report['differences'])} prompts differ, {texts} of them in their text; rounding to half "
+            f"  {counted(count, 'prompt')} differ{'s' if count == 1 else ''}, {texts} of them in their "
+            f"text; rounding to half "
             "precision, another head, or other users of the server can explain that"
         )
     else:

@@ -26,7 +26,7 @@ from eagle_train.evaluation.report import draft_name
 from eagle_train.evaluation.tree_replay import TreeTables, replay_tree, tree_tables
 from eagle_train.heads.disk import Head
 from eagle_train.heads.medusa import MedusaHead
-from eagle_train.progress import Progress, progress
+from eagle_train.progress import Progress, counted, progress
 from eagle_train.shards.batches import PackedBatch, pack
 from eagle_train.shards.row_source import ShardRow
 from eagle_train.targets.capture import FeatureTap
@@ -35,6 +35,9 @@ from eagle_train.targets.load import Target, load_target
 DEPTH, RANKS = 8, 10  # of the tables: guesses in a row, ranks told apart
 TREE_DEPTH, TOP_KS = 6, (4, 8)  # of dynamic trees
 _BUDGETS = (3, 5, 7, 11, 15, 25, 39, 59)  # guesses of a tree
+# to learn from at least: shares of so many tokens stand within 3 points (standard error 1 / (2 sqrt n)), as
+# far apart as drafts are told; and the words of fewer prompts are those of their topics
+ENOUGH_TOKENS, ENOUGH_PROMPTS = 256, 4
 _STOPS = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6)
 
 
@@ -127,6 +130,7 @@ def tune(
         "best": {**_figures(best, alone), "shape": best.shape.figures},
         "predicted_speedup": best.rate / alone,
         "measured_speedup": report["speedup"],
+        "learned_from": {"tokens": len(found.room), "prompts": len(learnt)},
         "predicted_tau": best.tau,
         "measured_tau": report["tau"],
         "wins": report["speedup"] > 1,
@@ -226,6 +230,17 @@ def _figures(one: Candidate, alone: float) -> dict[str, Any]:
     }
 
 
+def too_few(report: dict[str, Any]) -> str | None:
+    """Return a line where acceptance was learned from too little to choose a draft by, else None."""
+    tokens, prompts = report["learned_from"]["tokens"], report["learned_from"]["prompts"]
+    if tokens >= ENOUGH_TOKENS and prompts >= ENOUGH_PROMPTS:
+        return None
+    return (
+        f"acceptance was learned from {counted(tokens, 'token')} of {counted(prompts, 'prompt')}: too few to "
+        f"choose by, wanted {ENOUGH_TOKENS} of {ENOUGH_PROMPTS} at least"
+    )
+
+
 def lines(report: dict[str, Any]) -> list[str]:
     """Return the report as lines of text."""
     machine = report["machine"]
@@ -234,7 +249,7 @@ def lines(report: dict[str, Any]) -> list[str]:
     output = ", ".join(f"{rows}: {ms:g}" for rows, ms in machine["output_ms"].items())
     found = [
         f"{report['head']} on {report['target']}, temperature {report['temperature']:g}, {report['dtype']}, "
-        f"{report['device']}, {report['threads']} threads",
+        f"{report['device']}, {counted(report['threads'], 'thread')}",
         f"  the target's forward, ms by tokens   {verify}",
         f"  the head's step, ms by rows          {draft}",
         f"  the target's output map, ms by rows  {output}",
@@ -247,8 +262,11 @@ def lines(report: dict[str, Any]) -> list[str]:
             f"  {one['draft']}: tau {one['tau']:.2f}, {one['milliseconds']:.0f} ms a round, "
             f"{one['speedup']:.2f} times plain decoding"
         )
+    if few := too_few(report):
+        found.append(few)
+    best = "best: " if report["wins"] else "best: plain decoding; of the drafts the closest: "
     found.append(
-        f"best: {report['best']['draft']}; predicted {report['predicted_speedup']:.2f} times plain decoding "
+        f"{best}{report['best']['draft']}; predicted {report['predicted_speedup']:.2f} times plain decoding "
         f"(tau {report['predicted_tau']:.2f}), measured {report['measured_speedup']:.2f} (tau "
         f"{report['measured_tau']:.2f})"
     )

@@ -11,6 +11,7 @@ from typing import Any, BinaryIO, cast
 
 from eagle_train.errors import UserError
 from eagle_train.io import read_json, replacing, write_json
+from eagle_train.progress import counted
 from eagle_train.regenerate.answers import Answer, Asked
 from eagle_train.regenerate.work import Work, folder_of, reading, refuse_other
 
@@ -132,7 +133,8 @@ def lines_of(report: dict[str, Any]) -> Iterator[str]:
     """Yield what a user reads of a report."""
     cut = f" ({report['unfinished']:,} cut by the token limit)" if report["unfinished"] else ""
     tokens = f", {report['answer_tokens']:,} answer tokens" if report["answer_tokens"] else ""
-    yield f"{report['conversations']:,} conversations, {report['answers']:,} answers{cut}{tokens}"
+    answers = f"{counted(report['answers'], 'answer')}{cut}{tokens}"
+    yield f"{counted(report['conversations'], 'conversation')}, {answers}"
     read = report["read"]
     for reason, count in read["skipped"].items():
         yield f"  skipped {count:>8,}  {reason} (first {read['skipped_examples'][reason][0]})"

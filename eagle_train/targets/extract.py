@@ -19,7 +19,7 @@ import torch
 from eagle_train import distributed
 from eagle_train.errors import UserError
 from eagle_train.io import make_folder, sweep
-from eagle_train.progress import progress
+from eagle_train.progress import counted, progress
 from eagle_train.shards.claims import CLOSING, Claims, clear, take_in_turn
 from eagle_train.shards.frozen_target import target_bytes
 from eagle_train.shards.listing import find_manifest
@@ -179,7 +179,10 @@ def _work(
 
         def waiting(count: int) -> None:
             if show:
-                print(f"extract: waiting for {count} shards that other workers have begun", file=sys.stderr)
+                print(
+                    f"extract: waiting for {counted(count, 'shard')} that other workers have begun",
+                    file=sys.stderr,
+                )
 
         def write(buffer: ShardBuffer, most_bad: int) -> int:
             bad = buffer.finish(folder, most_bad)

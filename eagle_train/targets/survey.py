@@ -72,7 +72,7 @@ class Survey:
         plan = self.plan
         per_token = plan.size / max(1, plan.tokens)
         return (
-            f"{plan.num_rows:,} rows, {plan.tokens:,} tokens, {plan.labels:,} supervised: "
+            f"{counted(plan.num_rows, 'row')}, {counted(plan.tokens, 'token')}, {plan.labels:,} supervised: "
             f"{counted(len(plan.shards), 'shard')}, {bytes_text(plan.size)} on disk "
             f"({per_token / 1024:.1f} KiB a token, {plan.setting.codec}), and "
             f"{bytes_text(self.target_bytes)} of the target's embedding and lm_head"

@@ -29,6 +29,7 @@ from eagle_train.io import os_error, read_json, replacing_folder, save_tensors, 
 
 FOLDER, TENSORS, RECORD = "checkpoints", "trainer.safetensors", "trainer.json"
 FORMAT_VERSION = 2
+DIGITS = 5  # of an acceptance length, behind the point
 _TOO_LARGE = 2**63
 
 
@@ -45,6 +46,20 @@ class State:
     best_tau: float | None = None
     best_step: int | None = None
     num_worse: int = 0  # evaluations since the best
+
+    def judge(self, step: int, tau: float) -> bool:
+        """Take note of an evaluation; return True when it is the best so far of a trained head.
+
+        The first of equals is the best, equal in the digits that metrics.jsonl holds; step 0 is untrained.
+        """
+        self.tau, self.evaluated_step = tau, step
+        if step == 0:
+            return False
+        better = self.best_tau is None or round(tau, DIGITS) > round(self.best_tau, DIGITS)
+        self.num_worse = 0 if better else self.num_worse + 1
+        if better:
+            self.best_tau, self.best_step = tau, step
+        return better
 
 
 def save_checkpoint(run: Path, head: Head, trainer: Mapping[str, Tensor], state: State) -> Path:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from eagle_train.io import os_error, write_text
 from eagle_train.losses.acceptance import AcceptanceCounts
-from eagle_train.training.checkpoints import State
+from eagle_train.training.checkpoints import DIGITS, State
 from eagle_train.training.processes import Processes
 from eagle_train.training.step_result import StepResult
 from eagle_train.training.trackers import Tracker, open_tracker
@@ -148,7 +148,7 @@ def evaluated(found: AcceptanceCounts | None) -> dict[str, Any]:
     if found is None:
         return {}
     return {
-        "tau": round(found.tau, 5),
+        "tau": round(found.tau, DIGITS),
         "rounds": found.rounds,
         "accepted_by_position": [round(share, 5) for share in found.accepted_by_position],
     }

@@ -9,6 +9,8 @@ from typing import Any
 from eagle_train.errors import UserError
 from eagle_train.io import read_json, write_text
 from eagle_train.page import as_html, as_text, check_matplotlib, plot
+from eagle_train.progress import counted, span
+from eagle_train.training.checkpoints import State
 from eagle_train.training.metrics import FILE as METRICS
 from eagle_train.training.metrics import read_metrics
 from eagle_train.training.run_folder import RECIPE, RECORD
@@ -102,14 +104,18 @@ def page(folder: Path, record: dict[str, Any], lines: Lines) -> str:
 
 
 def _course(lines: Lines) -> str:
-    last = lines[-1]
-    taus = {line["step"]: line["tau"] for line in lines if line.get("tau")}
-    words = f"{last['step']:,} steps, {last['tokens']:,} tokens in {last['seconds'] / 60:.1f} minutes"
+    last, judged = lines[-1], State()
+    for line in lines:
+        if line.get("tau"):
+            judged.judge(line["step"], line["tau"])
+    words = f"{counted(last['step'], 'step')}, {counted(last['tokens'], 'token')} in {span(last['seconds'])}"
     if last.get("skipped"):
-        words += f", {last['skipped']:,} steps skipped"
-    if taus:
-        best = max(taus, key=lambda step: taus[step])
-        words += f"; acceptance length {taus[best]:.3f} at step {best:,}, {taus[max(taus)]:.3f} at the last"
+        words += f", {counted(last['skipped'], 'step')} skipped"
+    if judged.tau is not None:
+        best = judged.best_step
+        words += "; acceptance length "
+        words += "" if best is None else f"{judged.best_tau:.3f} at step {best:,} (the best), "
+        words += f"{judged.tau:.3f} at the last"
     return words + "."
 
 

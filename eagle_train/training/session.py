@@ -13,6 +13,7 @@ import torch
 from eagle_train.config import Recipe
 from eagle_train.errors import UserError
 from eagle_train.losses.acceptance import AcceptanceCounts
+from eagle_train.progress import counted, parameters_text
 from eagle_train.shards.row_source import RowSource
 from eagle_train.shards.sampler import Plan, Window
 from eagle_train.training import build, checkpoints, run_folder
@@ -100,15 +101,7 @@ class Session:
 
     def judge(self, found: AcceptanceCounts) -> bool:
         """Take note of an evaluation; return True when it is the best so far of a trained head."""
-        state = self.state
-        state.tau, state.evaluated_step = found.tau, state.step
-        if state.step == 0:
-            return False
-        better = state.best_tau is None or found.tau > state.best_tau
-        state.num_worse = 0 if better else state.num_worse + 1
-        if better:
-            state.best_tau, state.best_step = found.tau, state.step
-        return better
+        return self.state.judge(self.state.step, found.tau)
 
     def save(self) -> None:
         """Write a checkpoint and drop those no longer kept; other processes wait."""
@@ -124,17 +117,18 @@ class Session:
         vocabulary = (
             f"draft vocabulary {facts['draft_vocab_size']:,} ({facts['coverage']:.1%} of answer tokens)"
         )
-        length = f"{self.num_steps:,} steps" if self.num_steps is not None else f"{run.minutes:g} minutes"
+        length = f"{run.minutes:g} minutes" if self.num_steps is None else counted(self.num_steps, "step")
         text = (
-            f"{self.out}: {self.recipe.head.kind} head of {facts['num_parameters'] / 1e6:.1f} M parameters, "
-            f"{vocabulary}; {facts['train_rows']:,} rows to train on, {facts['held_out_rows']:,} held out; "
+            f"{self.out}: {self.recipe.head.kind} head of {parameters_text(facts['num_parameters'])}, "
+            f"{vocabulary}; {counted(facts['train_rows'], 'row')} to train on, {facts['held_out_rows']:,} "
+            f"held out; "
             f"{length} in {facts['precision']} on {facts['processes']} x {facts['device']}"
         )
         if facts["label_top_k"]:
             text += f"; labels are the {facts['label_top_k']} likeliest tokens"
             text += f", {facts['label_mass']:.2%} of the target's probability; the rest is spread evenly"
         if facts["rows_without_labels"]:
-            text += f"; {facts['rows_without_labels']:,} rows left out, whose answers are single tokens"
+            text += f"; {counted(facts['rows_without_labels'], 'row')} left out, all answers single tokens"
         if self.features:
             text += f"\n{self.out}: {self.features}"
         warm_up = self.recipe.schedule.warmup_steps
@@ -190,7 +184,8 @@ class Session:
         if self.state.skipped > self.recipe.run.max_skipped:
             raise UserError(
                 f"{self.out}: step {self.state.step + 1}: the gradient was NaN or infinite in "
-                f"{self.state.skipped} steps, run.max_skipped is {self.recipe.run.max_skipped}; lower the "
+                f"{counted(self.state.skipped, 'step')}, run.max_skipped is {self.recipe.run.max_skipped}; "
+                f"lower the "
                 "learning rate or look for bad features in the shards. The last checkpoint is kept"
             )
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from eagle_cli.main import main
+from eagle_train import estimate as module
 from eagle_train.config import Recipe
 from eagle_train.estimate import estimate
 from eagle_train.recipe_files import load_recipe
@@ -88,6 +89,32 @@ def test_hours_come_from_trying_and_nothing_is_left_behind(
     assert 0 < found["hours"]["extract"] - 3371 / rate / 4 / 3600 < 60 / 3600  # the check at the start
     assert found["hours"]["train"] == pytest.approx(found["train_tokens"] / trained / 3600)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_slow_machine_tries_one_batch_and_one_short_step(
+    tiny_rows_dir: Path,
+    tiny_target_dir: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    tried: dict[str, list[Any]] = {"_run": [], "train": []}
+
+    def counting(name: str, real: Any) -> None:
+        monkeypatch.setattr(
+            module, name, lambda *given, **more: (tried[name].append(given), real(*given, **more))[1]
+        )
+
+    for name in tried:
+        counting(name, getattr(module, name))
+    _plan(tiny_rows_dir, tiny_target_dir, "data.tokens_per_step=100000", seconds=1e-6)
+    assert len(tried["_run"]) == 1
+    data = tried["train"][0][1].data
+    assert data.tokens_per_step == data.micro_tokens == 1  # what extraction does in so short a time
+    said = capsys.readouterr().err.splitlines()
+    assert [line.split(" for about ")[0].split("; ")[-1] for line in said if line.startswith("plan: ")] == [
+        "plan: trying extraction",
+        "trying training",
+    ]
 
 
 def test_a_busy_machine_is_said_and_left_out_of_the_second_figure(

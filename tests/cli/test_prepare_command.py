@@ -34,7 +34,7 @@ def test_prepare_then_inspect(
     command = ("prepare", chats, "--target", tiny_target_dir, "--out", tmp_path / "rows")
     code, out, err = eagle(capsys, *command)
     assert code == 0
-    assert out.splitlines()[0].startswith("1 rows, ")
+    assert out.splitlines()[0].startswith("1 row, ")
     assert "skipped        1  empty conversation" in out
     assert f"next: eagle extract {tmp_path / 'rows'} --target {tiny_target_dir} --out shards/" in out
     assert "prepare: " in err

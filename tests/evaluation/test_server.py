@@ -219,7 +219,7 @@ def test_the_command_prints_both_sides_and_refuses_what_it_cannot_compare(
     answer = engine.answer
     engine.answer = lambda body: [*answer(body)[:-1], 7]
     assert run("--num-questions", "1", "--max-new-tokens", "8", "--dtype", "fp32") == 1
-    differs = "error: server and loop differ on 1 of 1 prompts; first: question 0, in its text"
+    differs = "error: server and loop differ on 1 of 1 prompt; first: question 0, in its text"
     assert capsys.readouterr().err.splitlines()[-1].startswith(differs[:-22])
 
 
@@ -346,7 +346,7 @@ def test_an_impossible_address_is_one_line(url):
             _METRICS.replace('accepted_tokens_per_pos_total{engine="0",model_name="m",position="2"', "x{"),
             "3 positions before, 2 now since the prompt before",
         ),
-        (_METRICS, "not one draft was counted in 1 prompts"),
+        (_METRICS, "not one draft was counted in 1 prompt,"),
     ],
 )
 def test_counters_that_cannot_be_compared_are_one_line(replies, target, head, later, words):

@@ -11,12 +11,13 @@ import pytest
 import torch
 
 from eagle_cli.main import main
+from eagle_cli.tune import _following
 from eagle_train.decoding.shapes import Chain, Dynamic, Static, read_shape
 from eagle_train.errors import UserError
 from eagle_train.evaluation.machine import OUTPUTS, ROWS, SIZES, Machine, measure
 from eagle_train.evaluation.replay import NEVER, Tables
 from eagle_train.evaluation.tree_replay import TreeTables
-from eagle_train.evaluation.tuning import candidates, tune
+from eagle_train.evaluation.tuning import candidates, lines, tune
 from eagle_train.heads.config import HeadConfig
 from eagle_train.heads.disk import build_head, save_head
 from eagle_train.targets.load import Target, load_target
@@ -126,7 +127,11 @@ def test_tune_reports_predicted_and_measured_and_writes_a_draft_that_eval_takes(
     measured = float(re.search(r"measured ([\d.]+) \(", out)[1])  # noise decides: a random head, few tokens
     if measured != 1:
         assert ("speculation loses here" in out) == (measured < 1)
-    assert out.splitlines()[-1].endswith(f"--draft {tmp_path / 'tuned.json'}")
+    assert f" --draft {tmp_path / 'tuned.json'}" in out.splitlines()[-1]
+    few = (
+        r"acceptance was learned from \d+ tokens? of 1 prompt: too few to choose by, wanted 256 of 4 at least"
+    )
+    assert re.search(few, out)
     read_shape(tmp_path / "tuned.json")
     words = ["eval", tmp_path / "head", "--target", tiny_target_dir, "--num-questions", 1, "--max-turns", 1]
     words += ["--max-new-tokens", 5, "--draft", tmp_path / "tuned.json", "--json"]
@@ -134,6 +139,39 @@ def test_tune_reports_predicted_and_measured_and_writes_a_draft_that_eval_takes(
         main([str(word) for word in words])
     assert not left.value.code
     assert json.loads(capsys.readouterr().out)["lossless"] is True
+
+
+@pytest.mark.parametrize(
+    ("tokens", "prompts", "speedup", "following"),
+    [
+        (255, 4, 2.0, "the same with more"),
+        (256, 3, 2.0, "the same with more"),
+        (256, 4, 0.8, "train longer"),
+        (256, 4, 2.0, "the same with --out tuned.json"),
+    ],
+)
+def test_only_what_wins_by_enough_is_advised(tokens, prompts, speedup, following):
+    draft = {"draft": "chain of 3", "tau": 1.5, "milliseconds": 9.0, "speedup": 1.2}
+    machine = {"verify_ms": {}, "draft_ms": {}, "output_ms": {}, "observe_ms": 1.0, "overhead_ms": 1.0}
+    names = {"head": "h", "target": "t", "temperature": 0.0, "dtype": "fp32", "device": "cpu", "threads": 1}
+    report = {
+        **names,
+        "machine": machine,
+        "candidates": [draft],
+        "best": draft,
+        "predicted_speedup": 1.2,
+        "measured_speedup": speedup,
+        "predicted_tau": 1.5,
+        "measured_tau": 1.5,
+        "wins": speedup > 1,
+        "learned_from": {"tokens": tokens, "prompts": prompts},
+    }
+    said = "\n".join(lines(report))
+    assert "1 thread\n" in said
+    assert ("too few to choose by" in said) == (tokens < 256 or prompts < 4)
+    assert ("best: chain of 3;" in said) == (speedup > 1)
+    assert ("best: plain decoding; of the drafts the closest: chain of 3;" in said) == (speedup < 1)
+    assert _following(report).startswith(following)
 
 
 def test_sampling_is_tuned_for_too(head, target):

@@ -9,8 +9,10 @@ import sys
 import pytest
 
 from eagle_train.errors import UserError
+from eagle_train.losses.acceptance import AcceptanceCounts
 from eagle_train.training.metrics import read_metrics
 from eagle_train.training.page import write_page
+from eagle_train.training.session import Session
 
 LINE = {"step": 4, "tokens": 9, "seconds": 1.5, "loss": [2.5, None], "tau": 1.25, "skipped": 0}
 
@@ -37,6 +39,18 @@ def test_the_page_shows_every_curve_and_stands_alone(tmp_path, train_tiny):
     assert "ttt_steps: 3" in text
     assert write_page(tmp_path / "run").read_text() == text, "the page depends on the run alone"
     assert train_tiny("run", "run.steps=8")["steps"] == 8, "a page in its folder disturbs no run"
+
+
+def test_the_best_step_is_the_one_that_training_chose(tmp_path, train_tiny, monkeypatch):
+    pytest.importorskip("matplotlib")
+    taus = iter([1.4, 1.4, 1.3, 1.4])  # step 0 is untrained; the first of equals is the best
+    monkeypatch.setattr(
+        Session, "evaluate", lambda *_: AcceptanceCounts(100, round(100 * next(taus)), (100,))
+    )
+    summary = train_tiny("run", "run.steps=3", "run.eval_every=1")
+    assert summary["best_step"] == 1
+    assert "3 steps, " in (text := write_page(tmp_path / "run").read_text())
+    assert "; acceptance length 1.400 at step 1 (the best), 1.400 at the last." in text
 
 
 def test_what_cannot_be_drawn_is_one_line(tmp_path, train_tiny, monkeypatch):
