@@ -19,7 +19,7 @@ from eagle_train.data.tokenizer import load_tokenizer
 from eagle_train.distributed import num_cores, world_size
 from eagle_train.errors import UserError
 from eagle_train.io import replacing_folder, write_json
-from eagle_train.progress import progress
+from eagle_train.progress import counted, progress
 from eagle_train.provenance import tokenizer_fingerprint, tool_version
 
 _UNSTATED = {"template_arguments": {}, "last_turn_only": False, "drop_duplicates": False}
@@ -156,7 +156,8 @@ def _nothing_left(counts: dict[str, Any]) -> str:
     reasons = ", ".join(f"{reason}: {count}" for reason, count in counts["skipped"].items())
     if counts["bad"]:
         reasons = f"{reasons}, damaged: {counts['bad']}".lstrip(", ")
-    return f"no row is left of {counts['read']} conversations ({reasons or 'the input is empty'})"
+    read = counted(counts["read"], "conversation")
+    return f"no row is left of {read} ({reasons or 'the input is empty'})"
 
 
 def _refuse_lost_weights(inputs: list[Source], drop_duplicates: bool) -> None:

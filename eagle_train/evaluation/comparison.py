@@ -19,7 +19,7 @@ from eagle_train.evaluation.figures import Tally, method_figures
 from eagle_train.evaluation.methods import Entry
 from eagle_train.evaluation.turns import Asked
 from eagle_train.evaluation.watch import Watched
-from eagle_train.progress import Progress
+from eagle_train.progress import Progress, counted
 from eagle_train.targets.load import Target
 
 _WARM_UP_TOKENS = 12
@@ -120,7 +120,8 @@ class Comparison:
             count += len(tokens)
             if time.monotonic() - shown > _SECONDS_BETWEEN_NOTES:
                 shown = time.monotonic()
-                bar.advance(0, f"{name}: {count} tokens{'; ' + self.note if self._answered > 1 else ''}")
+                behind = f"; {self.note}" if self._answered > 1 else ""
+                bar.advance(0, f"{name}: {counted(count, 'token')}{behind}")
 
         return hear
 

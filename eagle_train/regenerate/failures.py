@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from eagle_train.errors import UserError
+from eagle_train.progress import counted
 from eagle_train.regenerate.answers import Asked
 from eagle_train.regenerate.work import Work
 
@@ -22,7 +23,8 @@ class Failures:
         self.count += 1
         if self.count > self._limit:
             raise UserError(
-                f"{self._out}: {self.count} answers failed, more than --max-failures {self._limit}; the "
+                f"{self._out}: {counted(self.count, 'answer')} failed, more than --max-failures "
+                f"{self._limit}; the "
                 f"last, {asked.conversation.source}, turn {turn + 1}: {reason}. Finished answers are kept: "
                 "mend the cause and give the same command again"
             )

@@ -127,7 +127,7 @@ def test_on_a_terminal_supervised_text_is_coloured(
         ),
         (
             ("prepare", "{none}", "--target", "{target}", "--out", "{folder}/x"),
-            "no row is left of 1 conversations",
+            "no row is left of 1 conversation ",
         ),
     ],
 )

@@ -111,7 +111,7 @@ def test_max_length_means_tokens_cut_on_the_right(tmp_path: Path, target: Path) 
         }
     make(data, target, tmp_path / "cut", max_length=second, overwrite=True)
     assert open_rows(tmp_path / "cut").dataset[0]["input_ids"] == row["input_ids"][: last + 1]
-    with pytest.raises(UserError, match=f"no row is left of 1 conversations \\({encoding.TOO_LONG}: 1\\)"):
+    with pytest.raises(UserError, match=f"no row is left of 1 conversation \\({encoding.TOO_LONG}: 1\\)"):
         make(data, target, tmp_path / "none", max_length=first)
     assert not (tmp_path / "none").exists()
 

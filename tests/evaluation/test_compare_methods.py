@@ -125,7 +125,7 @@ def test_progress_moves_within_an_answer(target, monkeypatch):
     )
     run.answer(Asked([5, 17, 250], "question a", 0, "", 0))
     assert (0, "question a, plain: 3 tokens") in heard
-    assert any(count == 0 and note.startswith("question a, prompt-lookup: 1 tokens") for count, note in heard)
+    assert any(count == 0 and note.startswith("question a, prompt-lookup: 1 token") for count, note in heard)
     assert [count for count, _ in heard if count] == [1]
 
 

@@ -186,7 +186,7 @@ def test_failures_are_listed_bounded_and_tried_again(tmp_path: Path, target: Tar
     ]
     data = write(tmp_path / "a.jsonl", records)
     with pytest.raises(
-        UserError, match=r"1 answers failed, more than --max-failures 0; .*a.jsonl#3:c2, turn 1"
+        UserError, match=r"1 answer failed, more than --max-failures 0; .*a.jsonl#3:c2, turn 1"
     ):
         make(data, target, tmp_path / "out.jsonl", max_failures=0)
     assert not (tmp_path / "out.jsonl").exists()
