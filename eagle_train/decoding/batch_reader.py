@@ -6,39 +6,25 @@ Shapes: B texts in use, n nodes of the largest tree, C columns of the cache (bat
 from __future__ import annotations
 
 from collections.abc import Sequence
-from types import TracebackType
 
 import torch
 from torch import Tensor
 
 from eagle_train.decoding.batch_cache import BatchCache
-from eagle_train.decoding.cache import check_cacheable, masks
-from eagle_train.decoding.reader import Rows, TargetReader, kept_rows
+from eagle_train.decoding.cache import masks
+from eagle_train.decoding.reader import Rows, Tapped, TargetReader, kept_rows
 from eagle_train.decoding.trees import Tree
 from eagle_train.targets import checkpoint
-from eagle_train.targets.capture import Captured, FeatureTap
+from eagle_train.targets.capture import Captured
 from eagle_train.targets.load import Target
 
 
-class BatchReader:
-    """Up to `most` texts being read by the target, each as `TargetReader` reads one.
-
-    A context manager: the taps on the target's layers are there only inside.
-    """
+class BatchReader(Tapped):
+    """Up to `most` texts being read by the target, each as `TargetReader` reads one."""
 
     def __init__(self, target: Target, layer_ids: Sequence[int], most: int) -> None:
-        check_cacheable(target.config, target.name)
-        self.target, self.cache = target, BatchCache(most)
-        self._tap = FeatureTap(target, layer_ids)
-
-    def __enter__(self) -> BatchReader:
-        self._tap.__enter__()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._tap.__exit__(kind, error, trace)
+        super().__init__(target, layer_ids)
+        self.cache = BatchCache(most)
 
     def join(self, alone: TargetReader) -> None:
         """Go on with a text that was read alone, as the last one."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from types import TracebackType
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -14,6 +15,8 @@ from eagle_train.decoding.trees import Tree
 from eagle_train.targets import checkpoint
 from eagle_train.targets.capture import Captured, FeatureTap
 from eagle_train.targets.load import Target
+
+Reader = TypeVar("Reader", bound="Tapped")
 
 
 @dataclass(frozen=True)
@@ -30,16 +33,15 @@ class Rows:
     own: Tensor | None = None  # [k, H] after the final norm, at the drafter's own nodes of the tree before
 
 
-class TargetReader:
-    """One text being read by the target. A context manager: the taps on its layers are there only inside."""
+class Tapped:
+    """A target that is being read. A context manager: the taps on its layers are there only inside."""
 
     def __init__(self, target: Target, layer_ids: Sequence[int]) -> None:
         check_cacheable(target.config, target.name)
         self.target = target
-        self.cache = TargetCache()
         self._tap = FeatureTap(target, layer_ids)
 
-    def __enter__(self) -> TargetReader:
+    def __enter__(self: Reader) -> Reader:
         self._tap.__enter__()
         return self
 
@@ -47,6 +49,14 @@ class TargetReader:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._tap.__exit__(kind, error, trace)
+
+
+class TargetReader(Tapped):
+    """One text being read by the target."""
+
+    def __init__(self, target: Target, layer_ids: Sequence[int]) -> None:
+        super().__init__(target, layer_ids)
+        self.cache = TargetCache()
 
     def read(self, ids: Sequence[int]) -> Captured:
         """Read tokens one after the other. Features [m, F] and [m, H], without the lm_head."""
