@@ -85,9 +85,9 @@ class OnlineRows(RowSource):
     def read_rows(self, rows: Sequence[int]) -> list[ShardRow]:
         """Run the target over `rows`, but for those kept. Raises UserError for what extraction refuses."""
         with self._lock:  # an evaluation may read beside the thread that reads ahead
-            todo = [row for row in dict.fromkeys(rows) if row not in self._kept]
-            fresh = dict(zip(todo, self._run(todo), strict=True))
-            self._kept |= {row: _to_cpu(fresh[row]) for row in todo if row in self._to_keep}
+            wanted = [row for row in dict.fromkeys(rows) if row not in self._kept]
+            fresh = dict(zip(wanted, self._run(wanted), strict=True))
+            self._kept |= {row: _to_cpu(fresh[row]) for row in wanted if row in self._to_keep}
             return [self._kept.get(row) or fresh[row] for row in rows]
 
     def keep(self, rows: Sequence[int]) -> str:
