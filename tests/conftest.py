@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import os
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from hypothesis import settings
 
+# Sums depend on the number of threads, here as in a child process; and tests run beside each other.
+os.environ["OMP_NUM_THREADS"] = "1"
 settings.register_profile("eagle", deadline=None)  # machines are noisy; no test is timed
 settings.load_profile("eagle")
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # in the background; children must hear Ctrl-C
@@ -26,18 +28,6 @@ _TEXT = [
     "Tell me a story about the sea and the moon. Once upon a time there was a small boat on the sea.",
     "How do I bake bread? Mix the flour with the water, then let it rest for an hour and bake it.",
 ]
-
-
-@pytest.fixture(autouse=True)
-def _one_thread(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Tests run beside each other on few cores; slow ones may use them all."""
-    import torch
-
-    before = torch.get_num_threads()
-    if request.node.get_closest_marker("slow") is None:
-        torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture

@@ -86,7 +86,6 @@ def _reading_nan(read):
 
 
 if __name__ == "__main__":
-    torch.set_num_threads(1)
     with_deepspeed = find_spec("deepspeed") is not None
     for case in CASES:
         if with_deepspeed or not case.startswith("zero"):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-import os
 import signal
 import subprocess
 import sys
@@ -26,11 +25,8 @@ from . import cases
 
 
 def command(*words: str) -> subprocess.Popen:
-    """Start a Python program with one thread a process."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     return subprocess.Popen(
         [sys.executable, *words],
-        env=environment,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         text=True,

@@ -20,7 +20,6 @@ def demo(monkeypatch, capsys, tiny_target_dir, tiny_conversations):
     monkeypatch.setattr(demo_module, "NEW_TOKENS", 12)
     monkeypatch.setattr(demo_module, "CHAIN", Chain(2))
     monkeypatch.setattr(demo_module, "TREE", Dynamic(total_tokens=8, top_k=3, depth=2))
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
 
     def run(out, *words):
         from eagle_cli.main import main

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
 import re
 import shlex
 import subprocess
@@ -42,7 +41,6 @@ def journey(tmp_path_factory, tiny_target_dir, tiny_conversations) -> tuple[Path
         named = [str(tiny_target_dir) if word == "YOUR_MODEL" else word for word in words]
         ran = subprocess.run(
             [sys.executable, "-m", "eagle_cli.main", command, *named, *_SHORTER.get(command, [])],
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
             cwd=folder,
             capture_output=True,
             text=True,

@@ -31,7 +31,6 @@ def test_ours_and_the_naive_twin_give_one_loss_and_one_gradient(bench, share):
 
 
 def test_a_case_reports_its_figures(bench):
-    torch.set_num_threads(1)
     case, sizes = bench.Case.of("40,50,0.5,fp32"), bench.Sizes(32, 48, 4, 2, 16, 60, steps=3)
     found = bench.measure(case, sizes, naive=False, seconds=0.01)
     assert set(found) == {"tokens_per_second", "peak_gib", "share_of_matrix_rate", "matrix_gflops"}

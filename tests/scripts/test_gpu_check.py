@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -21,7 +20,6 @@ runpy.run_path({str(file)!r}, run_name="__main__")
 """
     done = subprocess.run(
         [sys.executable, "-c", program],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
         timeout=300,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import subprocess
 import sys
@@ -225,7 +224,6 @@ def test_a_command_killed_twice_ends_in_the_same_weights(
         for wanted in ("step-000002", "step-000005", None):
             child = subprocess.Popen(
                 [sys.executable, "-m", "eagle_cli.main", *words],
-                env={**os.environ, "OMP_NUM_THREADS": "1"},
                 stderr=subprocess.DEVNULL,
             )
             while child.poll() is None and not (wanted and (run / "checkpoints" / wanted).exists()):

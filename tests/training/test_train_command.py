@@ -17,7 +17,7 @@ from eagle_train.training.metrics import read_metrics
 def eagle(*words: str, **environment: str) -> subprocess.CompletedProcess:
     return subprocess.run(
         [sys.executable, "-m", "eagle_cli.main", *map(str, words)],
-        env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
+        env={**os.environ, **environment},
         capture_output=True,
         text=True,
         timeout=300,
