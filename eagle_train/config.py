@@ -19,7 +19,7 @@ class HeadRecipe:
     """The draft head's shape. All else (widths, heads, RoPE, epsilon) comes from the target."""
 
     kind: Literal["eagle1", "eagle3", "medusa"] = "eagle3"
-    layer_ids: tuple[int, ...] = ()  # captured layers, hs convention; () takes what the shards hold
+    layer_ids: tuple[int, ...] = ()  # captured layers, hs convention; () takes all that the shards hold
     draft_vocab_size: int | None = None  # most frequent supervised tokens; null = all of the target's
     num_hidden_layers: int = 1
     fc_norm: bool = False  # EAGLE-3.1: an RMSNorm on each feature before fc

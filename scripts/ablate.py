@@ -5,7 +5,7 @@
         "seven steps: loss.ttt_steps=7" "one step: loss.ttt_steps=1" "lk: loss.divergence=lk"
 
 A variant is a name and settings with commas between, after what --set says for all; `shards=DIR` among them
-takes other shards (features of other layers, answers of another source). Runs lie in OUT/NAME-SEED; typed
+takes other shards (answers of another source). Runs lie in OUT/NAME-SEED; typed
 again, finished ones are kept. Every final head is scored by a greedy chain, predicted without decoding: on
 the held-out conversations, or on all of the shards that `--on` names, or `on=DIR` in a variant, which no
 variant may have trained on. Answers there should be the target's own. The intervals hold 95 % of 2,000
@@ -67,6 +67,8 @@ def score(run: Path, variant: Variant, recipe: Recipe) -> dict[str, tuple[int, i
     rows_there = range(len(shards)) if variant.on else rows_of(shards, recipe, variant.shards)[1]
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     head, frozen = read_head(run / "last").to(device), shards.frozen_target().to(device, torch.float32)
+    if head.config.kind == "eagle3":
+        shards.read_layers(head.config.feature_layers, run.name)
     loader = Loader(shards, recipe.head.kind, recipe.run.eval_gamma, recipe.data.micro_tokens)
     rows: dict[str, list[int]] = {}
     for row in rows_there:

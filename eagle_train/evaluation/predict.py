@@ -224,7 +224,7 @@ def _identity(target: str, dtype: str, trust_remote_code: bool) -> dict[str, Any
 
 
 def _check(config: HeadConfig, shards: Shards) -> None:
-    """Refuse shards that do not hold what the head reads."""
+    """Refuse shards that do not hold what the head reads; let the others give no more than that."""
     features, vocabulary = shards.info["features"], int(shards.info["vocab_size"])
     if not holds_feature_of(config.kind, features):
         raise UserError(
@@ -234,14 +234,10 @@ def _check(config: HeadConfig, shards: Shards) -> None:
     if top := shards.info.get("label_top_k"):
         refuse_top_labels(config.kind, top, str(shards.folder))
     check_window(config, int(shards.lengths.max()), str(shards.folder))
-    wanted = config.layers_for(int(shards.info["num_layers"]))
-    if config.kind == "eagle3" and tuple(shards.info["layer_ids"]) != wanted:
-        raise UserError(
-            f"{shards.folder}: captured layers {tuple(shards.info['layer_ids'])}, the head reads {wanted}; "
-            f"re-run: eagle extract --for eagle3 --layers {','.join(map(str, wanted))}"
-        )
     if config.vocab_size != vocabulary:
         raise UserError(
             f"{shards.folder}: the target has {vocabulary} tokens, the head was made for "
             f"{config.vocab_size}; use shards of the head's own target"
         )
+    if config.kind == "eagle3":
+        shards.read_layers(config.layers_for(int(shards.info["num_layers"])), "the head")

@@ -49,7 +49,8 @@ class Shards(RowSource):
         dtype: torch.dtype | None = None,
     ) -> None:
         self.folder = folder
-        self.info = info
+        self.info = self._listed = info
+        self._layers: list[int] | None = None  # places of those that are read; None: all
         self.rank, self.world, self.dtype = rank, world, dtype
         self._index = index
         self._open: OrderedDict[int, dict[str, Tensor]] = OrderedDict()
@@ -94,6 +95,17 @@ class Shards(RowSource):
         """The conversation that each row comes from."""
         return _texts(self._index["conversation_ids"])
 
+    def read_layers(self, layer_ids: tuple[int, ...], reader: str) -> None:
+        """Read just these layers into `aux` from now on. Raises UserError, naming `reader`, if one lacks."""
+        held = self._listed["layer_ids"]
+        if not set(layer_ids) <= set(held):
+            raise UserError(
+                f"{self.folder}: captured layers {tuple(held)}, {reader} reads {layer_ids}; "
+                f"re-run: eagle extract --for eagle3 --layers {','.join(map(str, layer_ids))}"
+            )
+        self._layers = None if list(layer_ids) == held else [held.index(k) for k in layer_ids]
+        self.info = {**self._listed, "layer_ids": list(layer_ids)}
+
     def frozen_target(self) -> FrozenTarget:
         """Load the target's embedding and output map.
 
@@ -132,7 +144,7 @@ class Shards(RowSource):
         return ShardRow(
             input_ids=tensors["input_ids"][first:end].long(),
             spans=spans,
-            aux=self._states(tensors, "aux", slice(first, end)) if "aux" in tensors else None,
+            aux=self._states(tensors, "aux", slice(first, end), self._layers) if "aux" in tensors else None,
             last_all=last_all,
             label_last=label_last,
             label_argmax=tensors["label_argmax"][labels].long(),
@@ -141,9 +153,16 @@ class Shards(RowSource):
             label_logp=tensors["label_logp"][labels] if "label_logp" in tensors else None,
         )
 
-    def _states(self, tensors: dict[str, Tensor], name: str, where: slice) -> Tensor:
-        scale = tensors.get(f"{name}_scale")
-        return decode(tensors[name][where], None if scale is None else scale[where], self.dtype)
+    def _states(
+        self, tensors: dict[str, Tensor], name: str, where: slice, layers: list[int] | None = None
+    ) -> Tensor:
+        values, scale = tensors[name][where], tensors.get(f"{name}_scale")
+        scale = None if scale is None else scale[where]
+        if layers is not None:
+            groups = len(self._listed["layer_ids"])
+            values = values.unflatten(1, (groups, -1))[:, layers].flatten(1)  # (n, G * H) -> (n, g * H)
+            scale = None if scale is None else scale[:, layers]
+        return decode(values, scale, self.dtype)
 
     def verify_rows(self, rows: Sequence[int]) -> None:
         """Verify this process's share of the shards in which `rows` lie; each shard is read once."""
@@ -169,7 +188,7 @@ class Shards(RowSource):
                 f"{shard.path}: not the shard that {MANIFEST} lists ({shard.size:,} bytes, wanted "
                 f"{entry['bytes']:,}); {mend_shard(shard.path)}"
             )
-        refuse_other_head(self.folder, self.info, shard)
+        refuse_other_head(self.folder, self._listed, shard)
         if number % self.world == self.rank and number not in self._verified:
             shard.verify()
             self._verified.add(number)

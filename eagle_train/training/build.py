@@ -31,6 +31,7 @@ from eagle_train.training.trained_on import other_weights
 
 if TYPE_CHECKING:
     from eagle_train.shards.frozen_target import FrozenTarget
+    from eagle_train.shards.reader import Shards
     from eagle_train.shards.row_source import RowSource
 
 _KEPT = (  # of a head that training starts from, whatever the recipe says
@@ -48,8 +49,8 @@ _KEPT = (  # of a head that training starts from, whatever the recipe says
 )
 
 
-def check_shards(recipe: Recipe, shards: RowSource) -> None:
-    """Raise UserError where the shards do not hold what the recipe's head reads."""
+def check_shards(recipe: Recipe, shards: Shards) -> None:
+    """Let the shards give what the recipe's head reads. Raises UserError where they do not hold it."""
     kind, features = recipe.head.kind, shards.info["features"]
     if not holds_feature_of(kind, features):
         raise UserError(
@@ -63,12 +64,8 @@ def check_shards(recipe: Recipe, shards: RowSource) -> None:
                 f"{shards.folder}: holds the {top} likeliest tokens of each label; recipe {recipe.name} "
                 f"counts loss.top_k {recipe.loss.top_k} of them more. Set at most {top}"
             )
-    captured, wanted = tuple(shards.info["layer_ids"]), recipe.head.layer_ids
-    if wanted and captured != wanted:
-        raise UserError(
-            f"{shards.folder}: captured layers {captured}; recipe {recipe.name} wants {wanted}. "
-            f"Re-run: eagle extract --for {kind} --layers {','.join(map(str, wanted))}"
-        )
+    if kind == "eagle3" and recipe.head.layer_ids:
+        shards.read_layers(recipe.head.layer_ids, f"recipe {recipe.name}")
 
 
 def wanted_config(recipe: Recipe, shards: RowSource, frozen: FrozenTarget) -> HeadConfig:

@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 from eagle_train.errors import UserError
+from eagle_train.evaluation.predict import predict
 from eagle_train.heads.disk import load_head
 from eagle_train.heads.draft_vocab import choose_draft_ids
 from eagle_train.heads.foreign import read_foreign
@@ -44,8 +45,31 @@ def test_shards_of_another_kind_are_refused(tmp_path, tiny, tiny_shards_dir, tin
 def test_other_layers_are_refused(tmp_path, tiny, tiny_shards_dir):
     recipe = tiny("head.layer_ids=[2, 4, 6]")
     assert refused(tiny_shards_dir, recipe, tmp_path / "a") == (
-        f"{tiny_shards_dir}: captured layers (2, 4, 5); recipe eagle3-tiny wants (2, 4, 6). "
-        "Re-run: eagle extract --for eagle3 --layers 2,4,6"
+        f"{tiny_shards_dir}: captured layers (2, 4, 5), recipe eagle3-tiny reads (2, 4, 6); "
+        "re-run: eagle extract --for eagle3 --layers 2,4,6"
+    )
+
+
+@pytest.mark.parametrize("codec", ["fp32", "int8"])
+def test_some_of_the_layers_are_read_as_if_shards_held_no_others(
+    codec, tmp_path, tiny, tiny_rows_dir, tiny_target_dir, weights
+):
+    runs = {}
+    for name, layers, settings in (("all", None, ["head.layer_ids=[2, 5]"]), ("some", (2, 5), [])):
+        shards = tmp_path / f"shards-{name}"
+        given = {"codec": codec, "dtype": "fp32", "device": "cpu", "layer_ids": layers, "show": False}
+        extract(tiny_rows_dir, tiny_target_dir, shards, features="eagle3", **given)
+        runs[name] = tmp_path / name
+        train(shards, tiny("run.steps=3", *settings), runs[name], show=False)
+    read = {name: weights(run / "last") for name, run in runs.items()}
+    assert read["all"].keys() == read["some"].keys()
+    assert all(torch.equal(read["all"][name], read["some"][name]) for name in read["some"])
+    assert load_head(runs["all"] / "last").config.feature_layers == (2, 5)
+    found = predict(runs["all"], tmp_path / "shards-all", show=False)
+    wanted = predict(runs["all"], tmp_path / "shards-some", other_target=True, show=False)
+    assert {**found, "which_rows": ""} == {**wanted, "which_rows": "", "texts": found["texts"]}
+    assert "captured layers (2, 5), recipe eagle3-tiny reads (2, 4)" in refused(
+        tmp_path / "shards-some", tiny("head.layer_ids=[2, 4]"), tmp_path / "no"
     )
 
 
