@@ -32,7 +32,15 @@ EXAMPLES = """
     torchrun --nproc-per-node 8 -m eagle_cli.main train shards/ --recipe my.yaml --track wandb --out run/
 """
 
-_OF_THE_TARGET = ("target", "dtype", "target_device", "batch_tokens", "codec", "trust_remote_code")
+_OF_THE_TARGET = (
+    "target",
+    "dtype",
+    "target_device",
+    "batch_tokens",
+    "codec",
+    "label_top_k",
+    "trust_remote_code",
+)
 
 
 def run(
@@ -84,6 +92,9 @@ def run(
         None, "--batch-tokens", min=1, help="Tokens of one forward of the target; default as for extract."
     ),
     codec: str = typer.Option("bf16", "--codec", help="With --max-disk: bf16, fp32, fp8 or int8."),
+    label_top_k: int = typer.Option(
+        0, "--label-top-k", min=0, help="With --max-disk: store labels as extract does; eagle3 alone."
+    ),
     trust_remote_code: options.TrustRemoteCode = False,
     processes: int | None = typer.Option(
         None, "--processes", help="Processes on this machine; default one, or those torchrun started."
@@ -168,7 +179,7 @@ def _live(context: typer.Context, online: bool, max_disk: str | None) -> LiveTar
     if given["target"] is None:
         raise UserError(f"{mode}: needs the rows' target; give --target T")
     if online:
-        options.refuse_unread(context, ("codec",), "--online rounds nothing")
+        options.refuse_unread(context, ("codec", "label_top_k"), "--online stores nothing")
     return LiveTarget(
         given["target"],
         given["dtype"],
@@ -177,6 +188,7 @@ def _live(context: typer.Context, online: bool, max_disk: str | None) -> LiveTar
         given["trust_remote_code"],
         None if max_disk is None else options.parse_size("--max-disk", max_disk),
         given["codec"],
+        given["label_top_k"],
     )
 
 

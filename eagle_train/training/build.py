@@ -59,13 +59,18 @@ def check_shards(recipe: Recipe, shards: Shards) -> None:
         )
     if top := shards.info.get("label_top_k"):
         refuse_top_labels(kind, top, str(shards.folder))
-        if recipe.loss.top_k_weight and recipe.loss.top_k > top:
-            raise UserError(
-                f"{shards.folder}: holds the {top} likeliest tokens of each label; recipe {recipe.name} "
-                f"counts loss.top_k {recipe.loss.top_k} of them more. Set at most {top}"
-            )
+        check_labels(recipe, top, f"{shards.folder}: holds the {top} likeliest tokens of each label")
     if kind == "eagle3" and recipe.head.layer_ids:
         shards.read_layers(recipe.head.layer_ids, f"recipe {recipe.name}")
+
+
+def check_labels(recipe: Recipe, label_top_k: int, where: str) -> None:
+    """Raise UserError, beginning with `where`, where the loss counts more than so many tokens of a label."""
+    if label_top_k and recipe.loss.top_k_weight and recipe.loss.top_k > label_top_k:
+        raise UserError(
+            f"{where}; recipe {recipe.name} counts loss.top_k {recipe.loss.top_k} of them more. Set at most "
+            f"{label_top_k}"
+        )
 
 
 def wanted_config(recipe: Recipe, shards: RowSource, frozen: FrozenTarget) -> HeadConfig:

@@ -98,7 +98,8 @@ def _begin(
     """Plan, remove what is used up, and start making what is missing; None where nothing is."""
     assert live.max_disk is not None
     known = Plan.load(folder) if (folder / PLAN).is_file() else None
-    settings = live.settings(recipe, processes.device) | {"codec": live.codec}
+    settings = live.settings(recipe, processes.device)
+    settings |= {"codec": live.codec, "label_top_k": live.label_top_k}
     work = survey(place, live.name, folder, **settings)
     setting = work.plan.setting
     if known is None:

@@ -126,7 +126,9 @@ class Session:
         )
         if facts["label_top_k"]:
             text += f"; labels are the {facts['label_top_k']} likeliest tokens"
-            text += f", {facts['label_mass']:.2%} of the target's probability; the rest is spread evenly"
+            if facts["label_mass"] is not None:
+                text += f", {facts['label_mass']:.2%} of the target's probability"
+            text += "; the rest is spread evenly"
         if facts["rows_without_labels"]:
             text += f"; {counted(facts['rows_without_labels'], 'row')} left out, all answers single tokens"
         if self.features:

@@ -16,7 +16,7 @@ from eagle_train.shards.schema import MANIFEST
 from eagle_train.targets.load import load_target, pick_device
 from eagle_train.targets.online import OnlineRows
 from eagle_train.targets.survey import survey
-from eagle_train.training.build import check_shards
+from eagle_train.training.build import check_labels, check_shards
 from eagle_train.training.passing import open_passing
 from eagle_train.training.processes import Processes
 from eagle_train.training.run_folder import STREAM
@@ -33,6 +33,7 @@ class LiveTarget:
     trust_remote_code: bool = False
     max_disk: int | None = None  # bytes of shards that pass by; None: features never touch the disk
     codec: str = "bf16"  # of those shards
+    label_top_k: int = 0  # likeliest tokens of each label in those shards, in place of its state
 
     def settings(self, recipe: Recipe, device: torch.device) -> dict[str, Any]:
         """Return what a survey of the rows takes."""
@@ -66,6 +67,7 @@ def open_source(
         check_shards(recipe, shards)
         return shards
     refuse_shards(place)
+    check_labels(recipe, live.label_top_k, f"--label-top-k {live.label_top_k}")
     pick_device(live.device, "--target-device")  # before anything else names it otherwise
     if live.max_disk is not None:
         return open_passing(place, recipe, processes, dtype, live, out / STREAM, done)

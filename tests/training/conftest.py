@@ -113,17 +113,17 @@ def poison(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, float], None]:
 
 
 @pytest.fixture(scope="session")
-def row_by_row(tmp_path_factory, tiny_rows_dir, tiny_target_dir) -> Callable[[str], Path]:
+def row_by_row(tmp_path_factory, tiny_rows_dir, tiny_target_dir) -> Callable[..., Path]:
     """Shards for a kind of head whose every row was a batch of its own: no sum depends on its neighbours."""
-    made: dict[str, Path] = {}
+    made: dict[Any, Path] = {}
 
-    def of(kind: str) -> Path:
+    def of(kind: str, label_top_k: int = 0) -> Path:
         from eagle_train.targets.extract import extract
 
-        if kind not in made:
-            made[kind] = tmp_path_factory.mktemp("row-by-row") / kind
-            settings = {"codec": "fp32", "dtype": "fp32", "device": "cpu", "batch_tokens": 1}
-            extract(tiny_rows_dir, tiny_target_dir, made[kind], features=kind, show=False, **settings)
-        return made[kind]
+        if (kind, label_top_k) not in made:
+            made[kind, label_top_k] = out = tmp_path_factory.mktemp("row-by-row") / kind
+            given: Any = {"codec": "fp32", "dtype": "fp32", "device": "cpu", "batch_tokens": 1, "show": False}
+            extract(tiny_rows_dir, tiny_target_dir, out, features=kind, label_top_k=label_top_k, **given)
+        return made[kind, label_top_k]
 
     return of

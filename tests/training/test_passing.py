@@ -98,6 +98,23 @@ def test_training_equals_that_from_shards_and_the_disk_never_holds_more(
     assert {file.name for file in (run / "shards").iterdir()} == left
 
 
+def test_labels_are_their_likeliest_tokens_where_asked(
+    tmp_path, tiny, row_by_row, tiny_rows_dir, live, same, capsys
+):
+    recipe, run = tiny(*EPOCH), tmp_path / "passing"
+    live = replace(live, label_top_k=8)
+    train(row_by_row("eagle3", 8), recipe, tmp_path / "shards", show=False)
+    with watched(run / "shards") as sizes:
+        train(tiny_rows_dir, recipe, run, live=live)
+    assert "labels are the 8 likeliest tokens; the rest is spread evenly" in capsys.readouterr().err
+    plan = Plan.load(run / "shards")
+    assert plan.size > 1.2 * MAX_DISK
+    assert max(sizes) <= MAX_DISK
+    same(tmp_path / "shards", run)
+    with pytest.raises(UserError, match="are being made with label top k 8; this run has 0"):
+        train(tiny_rows_dir, recipe, run, live=replace(live, label_top_k=0), show=False)
+
+
 @pytest.mark.slow
 def test_after_a_crash_shards_that_were_removed_are_made_again(
     tmp_path, tiny, row_by_row, tiny_rows_dir, live, same, monkeypatch
@@ -160,6 +177,12 @@ def crashing_after(steps: int, update: Callable) -> Callable:
         (["run.epochs=1"], {"max_disk": 150_000}, r"too little for .* give \d+.\d KiB or more"),
         (["run.epochs=1"], {"dtype": "fp31"}, "dtype fp31: wanted auto, fp32"),
         (["run.epochs=1"], {"codec": "fp9"}, "--codec fp9: wanted one of"),
+        (["run.epochs=1", "loss.top_k_weight=1"], {"label_top_k": 8}, r"-k 8; .* counts loss.top_k 10 of"),
+        (
+            ["run.epochs=1", "head.kind=eagle1", "head.draft_vocab_size=null"],
+            {"label_top_k": 8},
+            "top-k 8: --for eagle1 keeps the last states",
+        ),
     ],
 )
 def test_what_cannot_be_is_refused_before_anything_is_made(
@@ -192,7 +215,7 @@ def test_sizes_are_read(text, size):
     [
         (["--max-disk", "12"], "--max-disk 12: wanted a size, such as 200GB or 1.5GiB"),
         (["--max-disk", "2GB", "--online"], "leave one of the two out"),
-        (["--online", "--codec", "fp8"], "--online rounds nothing, so --codec has no meaning"),
+        (["--online", "--codec", "fp8"], "--online stores nothing, so --codec has no meaning"),
         (["--max-disk", "2GB"], "asks for 8 steps, one epoch of these rows has 2, and features pass by once"),
     ],
 )
