@@ -106,9 +106,6 @@ def run(
     other_target: bool = typer.Option(
         False, "--other-target", help="Predict although the head was trained on other weights of the target."
     ),
-    allow_bin: bool = typer.Option(
-        False, "--allow-bin", help="Read a head's pytorch_model.bin, weights only, where it has nothing else."
-    ),
     against_server: str | None = typer.Option(
         None,
         "--against-server",
@@ -181,7 +178,6 @@ def run(
     from eagle_train.decoding.sampling import Sampling
     from eagle_train.evaluation.grid import check_reports, evaluate_grid
     from eagle_train.evaluation.methods import HEAD_KINDS, Method, Sizes
-    from eagle_train.heads.foreign_config import Told
 
     methods = [Method.parse(text, head) for text in method or []]
     named = any(one.name in HEAD_KINDS and one.source == head for one in methods)  # HEAD has its method
@@ -214,7 +210,6 @@ def run(
         trust_remote_code=trust_remote_code,
         device_map=device_map,
         seed=seed,
-        told=Told(pickled=True) if allow_bin else None,
     )
     return _say(reports, report or [], head, as_json)
 

@@ -15,7 +15,7 @@ HELP = "Read a head that another toolkit trained (EAGLE, SpecForge, speculators,
 EXAMPLES = """
 **Examples**
 
-    eagle import yuhuili/EAGLE3-LLaMA3.1-Instruct-8B --allow-bin --out head/
+    eagle import yuhuili/EAGLE3-LLaMA3.1-Instruct-8B --out head/
 
     eagle import their-head/ --target meta-llama/Llama-3.1-8B-Instruct --out head/
 
@@ -43,7 +43,6 @@ def run(
     sliding_window: int | None = typer.Option(
         None, "--sliding-window", min=0, help="Rows that a row sees, 0 for all, where readers differ."
     ),
-    allow_bin: bool = typer.Option(False, "--allow-bin", help="Read a pytorch_model.bin, weights only."),
     overwrite: options.Overwrite = False,
     as_json: options.AsJson = False,
 ) -> None:
@@ -51,11 +50,7 @@ def run(
     from eagle_train.heads.foreign_config import Told
 
     told = Told(
-        options.parse_layers("--layer-ids", layer_ids),
-        rope_theta,
-        norm_before_residual,
-        sliding_window,
-        allow_bin,
+        options.parse_layers("--layer-ids", layer_ids), rope_theta, norm_before_residual, sliding_window
     )
     made = import_head(source, out, target=target, told=told, overwrite=overwrite)
     print(json.dumps(made) if as_json else "\n".join(_lines(made)))

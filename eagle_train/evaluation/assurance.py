@@ -12,7 +12,6 @@ from eagle_train.evaluation.heads import open_head
 from eagle_train.evaluation.methods import Method, usual_shape
 from eagle_train.evaluation.questions import read_questions
 from eagle_train.evaluation.report import NEAR_TIE, draft_name
-from eagle_train.heads.foreign_config import Told
 from eagle_train.progress import counted
 from eagle_train.targets.load import load_target
 
@@ -30,7 +29,6 @@ def verify_head(
     methods: Sequence[Method] = (),
     num_questions: int | None = 20,
     dtypes: Sequence[str] = DTYPES,
-    told: Told | None = None,
     **settings: Any,
 ) -> dict[str, Any]:
     """Answer the questions greedily with plain decoding and with the head, in each of `dtypes`.
@@ -46,8 +44,8 @@ def verify_head(
     checks, unexplained = [], []
     for dtype in dtypes:
         model = load_target(target, dtype=dtype, trust_remote_code=settings.get("trust_remote_code", False))
-        shapes = list(drafts or [Chain(3), usual_shape(open_head(head, model, told=told))])
-        report = evaluate(head, model, some, shapes, methods=methods, told=told, **settings)
+        shapes = list(drafts or [Chain(3), usual_shape(open_head(head, model))])
+        report = evaluate(head, model, some, shapes, methods=methods, **settings)
         for result in report["results"]:
             found = [{**one, "explained": explained(one, dtype)} for one in result["differences"]]
             name = f"{result['method']}, {draft_name(result['tree'])}"

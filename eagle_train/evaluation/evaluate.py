@@ -18,7 +18,6 @@ from eagle_train.evaluation.methods import Method, Sizes, entries_of, entries_of
 from eagle_train.evaluation.questions import Question, conversations, read_questions
 from eagle_train.evaluation.turns import Turns
 from eagle_train.heads.disk import Head
-from eagle_train.heads.foreign_config import Told
 from eagle_train.progress import progress
 from eagle_train.targets import checkpoint
 from eagle_train.targets.load import Target, dtype_name, load_target
@@ -44,7 +43,6 @@ def evaluate(
     trust_remote_code: bool = False,
     device_map: str | None = None,
     seed: int = 0,
-    told: Told | None = None,
     batch: int = 1,
     processors: bool = True,
     show: bool = True,
@@ -55,11 +53,10 @@ def evaluate(
     compared; `target` a name or a loaded target; `questions` a file in MT-bench form, a list, or None for the
     built-in held-out set. A later turn is asked on the history with plain decoding's answers, so all read the
     same prompts. A head is cast to the target's dtype (a copy of it where a module is given). `drafts` None
-    means the usual tree of a head's kind. `block` accepts chains of samples as a whole. `told` answers what
-    the files of a head made elsewhere leave open. `batch` prompts are decoded at once, by every method, plain
-    decoding included; tokens per second are then the whole batch's, and ``batch`` says how many were together
-    at most. `processors` applies those that the target's generation_config sets, to every method and to plain
-    decoding.
+    means the usual tree of a head's kind. `block` accepts chains of samples as a whole. `batch` prompts are
+    decoded at once, by every method, plain decoding included; tokens per second are then the whole batch's,
+    and ``batch`` says how many were together at most. `processors` applies those that the target's
+    generation_config sets, to every method and to plain decoding.
 
     Returns what was run, ``plain``, and under ``results`` one dict per way; a single one's figures stand at
     the top level as well. ``lossless`` says whether all ids equal plain decoding's (greedy; None when
@@ -72,9 +69,9 @@ def evaluate(
         target = load_target(target, dtype=dtype, trust_remote_code=trust_remote_code, device_map=device_map)
     sampling = sampling or Sampling()
     sampling = own_law(target, sampling) if processors else sampling
-    entries = [] if head is None else entries_of_head(head, target, drafts, sampling, told)
+    entries = [] if head is None else entries_of_head(head, target, drafts, sampling)
     for method in methods:
-        entries += entries_of(method, target, drafts, sampling, sizes or Sizes(), told)
+        entries += entries_of(method, target, drafts, sampling, sizes or Sizes())
     if questions is None or isinstance(questions, str | Path):
         questions = read_questions(questions, num_questions)
     check_size("batch: got {} prompts at once", batch, most=MOST_AT_ONCE)

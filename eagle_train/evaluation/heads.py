@@ -9,20 +9,18 @@ from eagle_train import hub
 from eagle_train.errors import UserError
 from eagle_train.heads.disk import CONFIG, WEIGHTS, Head
 from eagle_train.heads.foreign import read_any
-from eagle_train.heads.foreign_config import Told
 from eagle_train.heads.foreign_tensors import INDEX, PICKLED
 from eagle_train.targets.load import Target
 from eagle_train.training.checkpoints import FOLDER, head_folder
-from eagle_train.training.trained_on import other_weights
+from eagle_train.training.trained_on import PROVENANCE, other_weights
 
-_FETCHED = [CONFIG, WEIGHTS, INDEX, "model-*.safetensors"]
+_FETCHED = [CONFIG, PROVENANCE, WEIGHTS, INDEX, "model-*.safetensors"]
 
 
-def find_head(name: str | Path, pickled: bool = False) -> Path:
+def find_head(name: str | Path) -> Path:
     """Return the directory of a head: a run's best, the directory itself, or a copy from the hub.
 
-    With `pickled` a ``pytorch_model.bin`` is fetched too. Raises UserError when there is none. Nothing is
-    fetched with ``HF_HUB_OFFLINE=1``.
+    Raises UserError when there is none. Nothing is fetched with ``HF_HUB_OFFLINE=1``.
     """
     path = Path(name)
     if path.exists():
@@ -30,25 +28,23 @@ def find_head(name: str | Path, pickled: bool = False) -> Path:
     text = str(name)
     if text.count("/") != 1 or text.startswith((".", "/", "~")) or text.endswith("/"):
         raise UserError(f"{text}: no such folder; wanted a run, a head directory or a hub id (owner/name)")
-    return _from_hub(text, pickled)
+    return _from_hub(text)
 
 
-def open_head(
-    name: str | Path, target: Target | None = None, *, depth: int | None = None, told: Told | None = None
-) -> Head:
+def open_head(name: str | Path, target: Target | None = None, *, depth: int | None = None) -> Head:
     """Load the head behind `name`, in the dtype it is stored in.
 
     For heads made elsewhere `target`, or its `depth` alone, tells what their files leave open; copies of the
     target's tables must then equal them. Warns of a head that was trained on other weights than `target` has.
-    `told` answers what is open and allows a pickle. Raises UserError as `heads.foreign.read_any` does.
+    Raises UserError as `heads.foreign.read_any` does.
     """
-    folder = find_head(name, pickled=told is not None and told.pickled)
+    folder = find_head(name)
     if target is None:
-        return read_any(folder, told, depth)
+        return read_any(folder, depth)
     if words := other_weights(folder, target.identity()):
         warnings.warn(f"{words}; expect a shorter acceptance length")
     frozen = target.frozen()
-    return read_any(folder, told, target.num_layers, (frozen.embedding, frozen.lm_head))
+    return read_any(folder, target.num_layers, (frozen.embedding, frozen.lm_head))
 
 
 def run_of(folder: Path) -> Path | None:
@@ -57,23 +53,20 @@ def run_of(folder: Path) -> Path | None:
     return run if folder.parent.name == FOLDER else None
 
 
-def _from_hub(name: str, pickled: bool) -> Path:
+def _from_hub(name: str) -> Path:
+    """Fetch a head, its pickle only where it has no safetensors."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
-    patterns = [*_FETCHED, PICKLED] if pickled else _FETCHED
     with hub.asked_once(name) as silent:
         try:
-            folder = Path(snapshot_download(name, allow_patterns=patterns))
+            folder = Path(snapshot_download(name, allow_patterns=_FETCHED))
+            if not any((folder / file).is_file() for file in (WEIGHTS, INDEX)):
+                folder = Path(snapshot_download(name, allow_patterns=[*_FETCHED, PICKLED]))
         except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
             reason = silent or (str(error).strip().splitlines() or [type(error).__name__])[0]
             raise UserError(
                 f"{name}: no such folder, and the hub gave no head of that name ({reason}); "
                 "check the name, the network, HF_TOKEN and HF_HUB_OFFLINE"
             ) from error
-    if not pickled and not any((folder / file).is_file() for file in (WEIGHTS, INDEX)):
-        raise UserError(
-            f"{name}: holds no safetensors; a {PICKLED} is read (weights only) on request, --allow-bin of "
-            "eagle eval and eagle import"
-        )
     return head_folder(folder)

@@ -18,7 +18,6 @@ from eagle_train.decoding.shapes import Dynamic, Shape, Static
 from eagle_train.errors import UserError, nearest
 from eagle_train.evaluation.heads import open_head
 from eagle_train.heads.disk import Head
-from eagle_train.heads.foreign_config import Told
 from eagle_train.heads.medusa import MedusaHead
 from eagle_train.targets.load import Target, load_target
 
@@ -81,11 +80,10 @@ def entries_of_head(
     target: Target,
     shapes: Sequence[Shape] | None,
     sampling: Sampling,
-    told: Told | None = None,
 ) -> list[Entry]:
     """Return one entry for each shape of a head's drafts, its usual one where `shapes` is None."""
     # a copy: it is cast below
-    loaded = open_head(head, target, told=told) if isinstance(head, str | Path) else copy.deepcopy(head)
+    loaded = open_head(head, target) if isinstance(head, str | Path) else copy.deepcopy(head)
     source = str(head) if isinstance(head, str | Path) else "as given"
     return _entries(loaded.config.kind, source, loaded, target, shapes, sampling)
 
@@ -125,13 +123,12 @@ def entries_of(
     shapes: Sequence[Shape] | None,
     sampling: Sampling,
     sizes: Sizes,
-    told: Told | None = None,
 ) -> list[Entry]:
     """Return the entries of a named method; none for ``plain``, which every comparison holds."""
     if method.name == "plain":
         return []
     if method.name in HEAD_KINDS:
-        return _entries_of_named_head(method, target, shapes, sampling, told)
+        return _entries_of_named_head(method, target, shapes, sampling)
     drafter = _drafter(method, target, sampling, sizes)
     return [Entry(method.name, method.source, drafter, drafter.figures)]
 
@@ -163,10 +160,9 @@ def _entries_of_named_head(
     target: Target,
     shapes: Sequence[Shape] | None,
     sampling: Sampling,
-    told: Told | None,
 ) -> list[Entry]:
     assert method.source is not None
-    head = open_head(method.source, target, told=told)
+    head = open_head(method.source, target)
     wanted = HEAD_KINDS[method.name]
     if head.config.kind != wanted:
         raise UserError(

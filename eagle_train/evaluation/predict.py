@@ -82,7 +82,7 @@ def predict(
             raise UserError(f"{words}; give --other-target to predict all the same")
     if isinstance(head, str | Path):
         assert where is not None
-        name, loaded = str(head), read_any(where, None, shards.info["num_layers"] if shards else None)
+        name, loaded = str(head), read_any(where, shards.info["num_layers"] if shards else None)
     else:
         name, loaded = "as given", copy.deepcopy(head)  # it is cast below
     if isinstance(loaded, MedusaHead):

@@ -41,8 +41,7 @@ def import_head(
     unless the head read back computes the same. Returns what was read, ``notes`` being what was taken for
     granted. Raises UserError for whatever a head here cannot compute, and for what stays open.
     """
-    told = told or Told()
-    folder = find_head(source, pickled=told.pickled)
+    folder = find_head(source)
     if not is_foreign(folder):
         raise UserError(f"{folder}: is a head of eagle's own already; use it as it is, or eagle export it")
     final = Path(os.path.abspath(out))

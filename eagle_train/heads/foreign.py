@@ -73,7 +73,7 @@ def read_foreign(
     config_file = path / CONFIG
     value = read_json(config_file, "give a directory that holds a draft head")
     where = str(path)
-    tensors = to_our_names(read_tensors(path, told.pickled), where)
+    tensors = to_our_names(read_tensors(path), where)
     dtype = common_dtype(tensors.weights, where)
     check_finite(tensors.weights, where)
     resolved = resolve(value, tensors, told, num_target_layers, str(config_file))
@@ -94,7 +94,6 @@ def read_foreign(
 
 def read_any(
     folder: str | os.PathLike[str],
-    told: Told | None = None,
     num_target_layers: int | None = None,
     tables: tuple[Tensor, Tensor] | None = None,
 ) -> Head:
@@ -106,7 +105,7 @@ def read_any(
     if not is_foreign(folder):
         return load_head(folder)
     try:
-        read = read_foreign(folder, told, num_target_layers)
+        read = read_foreign(folder, num_target_layers=num_target_layers)
     except UserError as error:
         raise UserError(_with_command(str(error))) from error
     for note in read.notes:

@@ -41,7 +41,6 @@ class Told:
     rope_theta: float | None = None  # plain RoPE of this base, whatever config.json says
     norm_before_residual: bool | None = None
     sliding_window: int | None = None  # 0 for none
-    pickled: bool = False  # read a pytorch_model.bin, weights only
 
     def __post_init__(self) -> None:
         if self.rope_theta is not None and not 0 < self.rope_theta < math.inf:

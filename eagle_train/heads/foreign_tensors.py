@@ -61,10 +61,11 @@ class ForeignTensors:
         return len(numbers) + any(name.startswith("midlayer.") for name in self.weights)
 
 
-def read_tensors(folder: Path, pickled: bool) -> dict[str, Tensor]:
-    """Return all tensors of a head directory, of ``pytorch_model.bin`` only where `pickled` says so.
+def read_tensors(folder: Path) -> dict[str, Tensor]:
+    """Return all tensors of a head directory, of ``pytorch_model.bin`` where there are no safetensors.
 
-    A pickle is opened weights-only. Raises UserError naming what is missing or damaged.
+    A pickle is opened weights-only: one that holds anything but tensors is refused, and nothing in it runs.
+    Raises UserError naming what is missing or damaged.
     """
     if (folder / INDEX).is_file():
         names = _files_of(folder / INDEX)
@@ -74,11 +75,6 @@ def read_tensors(folder: Path, pickled: bool) -> dict[str, Tensor]:
     file = folder / PICKLED
     if not file.is_file():
         raise UserError(f"{folder}: holds neither {WEIGHTS} nor {PICKLED}; wanted a draft head")
-    if not pickled:
-        raise UserError(
-            f"{file}: a pickle, which is read (weights only) on request alone, --allow-bin of eagle eval and "
-            "eagle import"
-        )
     try:
         loaded = torch.load(file, map_location="cpu", weights_only=True)
     except Exception as error:  # unpickling raises whatever the bytes lead to

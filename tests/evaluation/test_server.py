@@ -229,12 +229,12 @@ def test_the_command_prints_both_sides_and_refuses_what_it_cannot_compare(
         (
             "--against-server",
             "--gamma=2 --max-turns=1 --block --top-p=0.5 --temperature=0 --seed=1 --report=x.csv --window=9 "
-            "--method=plain --other-target --allow-bin --device-map=auto --top-k-sampling=4 --predict=x",
+            "--method=plain --other-target --device-map=auto --top-k-sampling=4 --predict=x",
         ),
         (
             "--predict",
             "--window=9 --level=3 --guesses=4 --max-new-tokens=5 --seed=0 --against-server=http://x --block "
-            "--repetition-penalty=1.0 --top-k=4 --allow-bin --questions=x --num-questions=3 --report=x.csv",
+            "--repetition-penalty=1.0 --top-k=4 --questions=x --num-questions=3 --report=x.csv",
         ),
     ],
 )

@@ -1,22 +1,27 @@
-"""An export goes up to the hub's own interface whole and as one commit: here, a small hub on loopback."""
+"""Heads go up to the hub's own interface whole, and come down from it: here, a small hub on loopback."""
 
 from __future__ import annotations
 
 import base64
 import json
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from eagle_train.errors import UserError
+from eagle_train.evaluation.heads import find_head, open_head
 from eagle_train.export.export import export
 from eagle_train.export.hub import push
+from eagle_train.heads.disk import load_head
+from eagle_train.hub import _silence as asked_once
 
 
 class Hub(ThreadingHTTPServer):
-    """Takes repositories and commits whose files come inside the request."""
+    """Takes repositories and commits whose files come inside the request; gives the files of one."""
 
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), _Handler)
@@ -24,13 +29,26 @@ class Hub(ThreadingHTTPServer):
         self.commits: list[dict[str, bytes]] = []
         self.tokens: set[str | None] = set()
         self.refuse = False
+        self.files: dict[str, bytes] = {}
+        self.given: list[str] = []
 
 
 class _Handler(BaseHTTPRequestHandler):
     server: Hub
 
     def do_GET(self) -> None:
-        self._reply({"sha": "0" * 40, "siblings": []}, 403 if self.server.refuse else 200)
+        files, name = self.server.files, self.path.rpartition("/")[2]
+        if "/tree/" in self.path:
+            sizes = {name: len(content) for name, content in files.items()}
+            self._reply([{"type": "file", "path": at, "size": sizes[at], "oid": at} for at in sizes])
+        elif "/resolve/" in self.path:
+            if self.command == "GET":
+                self.server.given.append(name)
+            self._reply(files[name], 200, {"X-Repo-Commit": "0" * 40, "ETag": f'"{name}"'})
+        else:
+            self._reply({"id": "owner/head", "sha": "0" * 40}, 403 if self.server.refuse else 200)
+
+    do_HEAD = do_GET
 
     def do_POST(self) -> None:
         body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
@@ -58,11 +76,15 @@ class _Handler(BaseHTTPRequestHandler):
         else:
             self._reply({}, 200)
 
-    def _reply(self, value: object, status: int = 200) -> None:
+    def _reply(self, value: object, status: int = 200, headers: Mapping[str, str] | None = None) -> None:
+        body = value if isinstance(value, bytes) else json.dumps(value).encode()
         self.send_response(status)
-        self.send_header("Content-Type", "application/json")
+        length = {"Content-Type": "application/json", "Content-Length": str(len(body))}
+        for name, said in {**length, **(headers or {})}.items():
+            self.send_header(name, said)
         self.end_headers()
-        self.wfile.write(json.dumps(value).encode())
+        if self.command != "HEAD":
+            self.wfile.write(body)
 
     def log_message(self, *arguments: object) -> None:
         pass
@@ -75,14 +97,22 @@ def _files(body: bytes) -> dict[str, bytes]:
 
 
 @pytest.fixture
-def hub(monkeypatch) -> Iterator[Hub]:
+def hub(monkeypatch, tmp_path) -> Iterator[Hub]:
     with Hub() as served:
         thread = threading.Thread(target=served.serve_forever, daemon=True)
         thread.start()
-        monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", f"http://127.0.0.1:{served.server_port}")
+        address = f"http://127.0.0.1:{served.server_port}"
+        monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", address)
+        monkeypatch.setattr(
+            "huggingface_hub.constants.HUGGINGFACE_CO_URL_TEMPLATE",
+            address + "/{repo_id}/resolve/{revision}/{filename}",
+        )
+        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
         monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
         monkeypatch.setenv("HF_TOKEN", "hf_test")
+        asked_once.cache_clear()
         yield served
+        asked_once.cache_clear()
         served.shutdown()
         thread.join()
 
@@ -119,3 +149,22 @@ def test_an_unreachable_hub_is_one_line(head_dir, tmp_path, monkeypatch):
     export(head_dir("eagle1"), tmp_path / "out", engine="vllm")
     with pytest.raises(UserError, match=r"owner/head: could not be uploaded \("):
         push(tmp_path / "out", "owner/head")
+
+
+@pytest.mark.parametrize("safe", [True, False])
+def test_a_head_on_the_hub_is_fetched_by_its_id_and_its_pickle_only_where_it_has_nothing_else(
+    safe, hub, head_dir, tmp_path
+):
+    source = head_dir("eagle3", draft_vocab_size=40)
+    torch.save(load_file(source / "model.safetensors"), source / "pytorch_model.bin")
+    config = json.loads((source / "config.json").read_text())
+    del config["eagle_train"]
+    hub.files = {file.name: file.read_bytes() for file in source.iterdir()}
+    hub.files |= {"config.json": json.dumps(config).encode(), "training_args.bin": b"not a head's"}
+    if not safe:
+        del hub.files["model.safetensors"]
+    opened = open_head("owner/head", depth=8)
+    assert sorted(hub.given) == ["config.json", "model.safetensors" if safe else "pytorch_model.bin"]
+    assert torch.equal(opened.lm_head.weight, load_head(source).lm_head.weight)
+    hub.refuse = True
+    assert find_head("owner/head").parent.parent.parent == tmp_path / "cache"  # what is cached needs no hub

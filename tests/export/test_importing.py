@@ -104,7 +104,7 @@ def test_a_head_of_ours_needs_no_import(head_dir, tmp_path):
         import_head(head_dir("eagle3"), tmp_path / "out")
 
 
-def test_a_pickle_is_found_and_imported_on_request(head_dir, tmp_path):
+def test_a_pickle_is_found_and_imported(head_dir, tmp_path):
     source = head_dir("eagle1")
     theirs = tmp_path / "theirs"
     theirs.mkdir()
@@ -113,9 +113,7 @@ def test_a_pickle_is_found_and_imported_on_request(head_dir, tmp_path):
     write_json(theirs / "config.json", config)
     torch.save(load_file(source / "model.safetensors"), theirs / "pytorch_model.bin")
     assert find_head(theirs) == theirs
-    with pytest.raises(UserError, match="--allow-bin"):
-        import_head(theirs, tmp_path / "ours")
-    made = import_head(theirs, tmp_path / "ours", told=Told(pickled=True))
+    made = import_head(theirs, tmp_path / "ours")
     assert made["layout"] == "EAGLE"
     assert torch.equal(reference_outputs(load_head(source)), reference_outputs(load_head(tmp_path / "ours")))
 
@@ -179,16 +177,12 @@ def test_a_foreign_head_is_scored_as_its_original_and_only_with_the_targets_tabl
     assert score(theirs)["accepted_histogram"] == ours["accepted_histogram"]
     torch.save(tensors, theirs / "pytorch_model.bin")
     file.unlink()
-    with pytest.raises(UserError, match="--allow-bin of eagle eval"):
-        score(theirs)
-    told = Told(pickled=True)
-    pickled = evaluate(theirs, target, questions, [Chain(3)], max_new_tokens=40, told=told, show=False)
-    assert pickled["accepted_histogram"] == ours["accepted_histogram"]
-    given = {"max_new_tokens": 40, "told": told, "show": False}
+    assert score(theirs)["accepted_histogram"] == ours["accepted_histogram"]
+    given = {"max_new_tokens": 40, "show": False}
     named = evaluate(None, target, questions, [Chain(3)], methods=[Method("eagle3", str(theirs))], **given)
     assert named["accepted_histogram"] == ours["accepted_histogram"]
     given = {"num_questions": 1, "max_turns": 1, "max_new_tokens": 4, "dtypes": ["fp32"], "show": False}
-    assert not verify_head(theirs, str(tiny_target_dir), told=told, **given)["unexplained"]
+    assert not verify_head(theirs, str(tiny_target_dir), **given)["unexplained"]
     save_file(tensors | {"embed_tokens.weight": 2 * target.embedding}, file)
     with pytest.raises(UserError, match=r"its embed_tokens\.weight is not the target's"):
         score(theirs)

@@ -31,24 +31,43 @@ from .foreign_heads import (
 )
 
 
-def test_a_pickle_is_read_weights_only_and_on_request(tmp_path):
-    tensors = eagle3_tensors("midlayer")
-    folder = tmp_path / "head"
+def _pickled(folder: Path) -> Path:
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(EAGLE3))
-    torch.save(tensors, folder / "pytorch_model.bin")
-    with pytest.raises(UserError, match=r"a pickle, which is read .* on request alone, --allow-bin"):
-        read_foreign(folder)
-    assert_same(read_foreign(folder, Told(pickled=True)).head, Forward(tensors, "midlayer", eagle3=True))
+    return folder / "pytorch_model.bin"
 
-    class Trap:
-        def __reduce__(self):
-            return (Path.touch, (tmp_path / "sprung",))
 
-    (folder / "pytorch_model.bin").write_bytes(pickle.dumps({"fc.weight": Trap()}))
-    with pytest.raises(UserError, match="cannot be read weights-only"):
-        read_foreign(folder, Told(pickled=True))
-    assert not (tmp_path / "sprung").exists()
+def test_a_pickle_of_tensors_is_read(tmp_path):
+    tensors = eagle3_tensors("midlayer")
+    torch.save(tensors, _pickled(tmp_path / "head"))
+    assert_same(read_foreign(tmp_path / "head").head, Forward(tensors, "midlayer", eagle3=True))
+
+
+class _Trap:
+    def __init__(self, sprung: Path) -> None:
+        self.sprung = sprung
+
+    def __reduce__(self):
+        return (Path.touch, (self.sprung,))
+
+
+@pytest.mark.parametrize(
+    "save",
+    [torch.save, lambda value, file: file.write_bytes(pickle.dumps(value, 2))],
+    ids=["zipped", "plain"],
+)
+def test_nothing_in_a_pickle_runs_and_one_of_more_than_tensors_is_refused(save, tmp_path):
+    file, sprung = _pickled(tmp_path / "head"), tmp_path / "sprung"
+    save(eagle3_tensors("midlayer") | {"fc.weight": _Trap(sprung)}, file)
+    torch.load(file, weights_only=False) if save is torch.save else pickle.loads(file.read_bytes())
+    sprung.unlink()  # a reader that trusts the file does run it
+    with pytest.raises(UserError) as caught:
+        read_foreign(tmp_path / "head")
+    assert str(caught.value) == (
+        f"{file}: cannot be read weights-only: it is damaged, or holds more than tensors, which could run "
+        "code; fetch it again, or ask its makers for model.safetensors"
+    )
+    assert not sprung.exists()
 
 
 @pytest.mark.parametrize(
