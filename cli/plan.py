@@ -78,13 +78,14 @@ def _lines(found: dict[str, Any]) -> list[str]:
 
     sizes = ", ".join(f"{codec} {bytes_text(size)}" for codec, size in found["bytes"].items())
     memory, hours = found["memory"], found["hours"]
+    packed = f", what {found['quantisation']} packs as it is stored" if found["quantisation"] else ""
     lines = [
         f"{counted(found['rows'], 'row')}, {counted(found['tokens'], 'token')}, {found['labels']:,} "
         f"supervised: "
         f"{counted(found['shards'], 'shard')}",
         f"disk by codec: {sizes}",
         f"memory of a device, activations left out: extraction {bytes_text(memory['target'])} "
-        f"(target in {found['dtype']}); training {bytes_text(memory['training'])} "
+        f"(target in {found['dtype']}{packed}); training {bytes_text(memory['training'])} "
         f"(head of {parameters_text(memory['head_parameters'])})",
     ]
     if hours is not None:

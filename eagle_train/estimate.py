@@ -31,7 +31,7 @@ from eagle_train.shards.writer import ShardBuffer
 from eagle_train.targets.batch import BatchFeatures, RowBatch, load_batch, run_batch, store_batch
 from eagle_train.targets.capture import FeatureTap
 from eagle_train.targets.check import check_start
-from eagle_train.targets.checkpoint import plain_config
+from eagle_train.targets.checkpoint import plain_config, quantisation
 from eagle_train.targets.labels import labels, top_labels
 from eagle_train.targets.load import Target, load_target
 from eagle_train.targets.survey import Survey, default_processes, survey
@@ -89,6 +89,7 @@ def estimate(
         "workers": workers,
         "device": setting.device,
         "dtype": setting.target["dtype"],
+        "quantisation": quantisation(work.config),
         "train_tokens": train_tokens,
         "train_minutes_at_most": recipe.run.minutes,
         "hours": None,
@@ -174,7 +175,7 @@ def _memory(work: Survey, recipe: Recipe) -> dict[str, int]:
         weights = dict(build_head(config, ids).named_parameters())
     trained = sum(weight.numel() * _bytes_a_weight(name, weight, recipe) for name, weight in weights.items())
     return {
-        "target": work.num_parameters * work.dtype.itemsize,
+        "target": work.weights_bytes,
         "head_parameters": sum(weight.numel() for weight in weights.values()),
         "training": trained + work.target_bytes,
     }

@@ -6,7 +6,6 @@ import contextlib
 import json
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -38,7 +37,7 @@ def load_model(
     if device_map is None and getattr(config, "quantization_config", None) is not None:
         device_map = {"": str(device)}  # some kinds of packed weights cannot be moved once they are loaded
     arguments: dict[str, Any] = {**source, "trust_remote_code": trust_remote_code}
-    with _explained(target), _quiet():
+    with explained(target), quiet():
         if device_map is not None:
             arguments["device_map"] = device_map
         if source:
@@ -61,23 +60,32 @@ def load_model(
         ) from error
 
 
+def quantisation(config: PretrainedConfig) -> str | None:
+    """Return the method by which a config says that its weights are quantised, None where it does not."""
+    found: Any = getattr(config, "quantization_config", None)
+    if found is None:
+        return None
+    method = found.get("quant_method") if isinstance(found, dict) else found.quant_method
+    return str(getattr(method, "value", method))
+
+
 def load_config(target: str, trust_remote_code: bool) -> PretrainedConfig:
     """Load the target's config alone; raise UserError when it can't be found."""
     from transformers import AutoConfig
 
     where, source = _source(target)
-    with _explained(target), _quiet():
+    with explained(target), quiet():
         return AutoConfig.from_pretrained(where, trust_remote_code=trust_remote_code, **source)
 
 
-def count_parameters(config: PretrainedConfig, trust_remote_code: bool) -> int:
-    """Return the number of parameters of the model that `config` describes, without allocating it."""
+def skeleton(config: PretrainedConfig, trust_remote_code: bool) -> PreTrainedModel:
+    """Return the model that `config` describes, without memory for its weights."""
     from transformers import AutoModelForCausalLM
 
-    with _explained(config.name_or_path or "target"), _quiet(), torch.device("meta"):
+    with explained(config.name_or_path or "target"), quiet(), torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
         model.tie_weights()
-    return sum(parameter.numel() for parameter in model.parameters())
+    return model
 
 
 def _source(target: str) -> tuple[str, dict[str, Any]]:
@@ -116,40 +124,6 @@ def _cpu_flags() -> set[str]:
     except OSError:
         return set()
     return {flag for line in lines if line.lower().startswith(("flags", "features")) for flag in line.split()}
-
-
-@dataclass(frozen=True)
-class OutputMap:
-    """What a family does to the lm_head's output, in this order."""
-
-    multiply: float = 1.0  # Cohere, Falcon-H1
-    divide: float = 1.0  # Granite; a division of its own, so that not a bit differs
-    softcap: float | None = None  # Gemma
-
-    def __call__(self, logits: Tensor) -> Tensor:
-        if self.multiply != 1.0:
-            logits = logits * self.multiply
-        if self.divide != 1.0:
-            logits = logits / self.divide
-        return logits if self.softcap is None else torch.tanh(logits / self.softcap) * self.softcap
-
-
-def output_map(config: PretrainedConfig) -> OutputMap:
-    """Read from the config what its family does to the logits."""
-    multiply = 1.0
-    for name in ("logit_scale", "lm_head_multiplier"):
-        multiply *= _number(name, getattr(config, name, None), 1.0)
-    divide = _number("logits_scaling", getattr(config, "logits_scaling", None), 1.0)
-    softcap = getattr(config, "final_logit_softcapping", None)
-    return OutputMap(multiply, divide, None if softcap is None else _number("softcap", softcap, 0.0))
-
-
-def _number(name: str, value: Any, otherwise: float) -> float:
-    if value is None:
-        return otherwise
-    if not isinstance(value, int | float):
-        raise UserError(f"the target's config: {name} is {value!r}, wanted a number")
-    return float(value)
 
 
 def plain_config(config: PretrainedConfig) -> dict[str, Any]:
@@ -234,8 +208,7 @@ def _refuse_incomplete(target: str, report: Any, config: PretrainedConfig) -> No
     missing = sorted(_field(report, "missing_keys"))
     if missing:
         some = ", ".join(missing[:3]) + (" ..." if len(missing) > 3 else "")
-        quantised = getattr(config, "quantization_config", None)
-        method = quantised.get("quant_method") if isinstance(quantised, dict) else None
+        method = quantisation(config)
         advice = (
             f"does the installed transformers know its quantisation, {method}?"
             if method
@@ -267,7 +240,7 @@ def _say_spilled(model: PreTrainedModel) -> None:
 
 
 @contextlib.contextmanager
-def _explained(target: str) -> Iterator[None]:
+def explained(target: str) -> Iterator[None]:
     """Turn what loading can raise into one sentence."""
     from safetensors import SafetensorError
 
@@ -288,7 +261,7 @@ def _first_line(error: BaseException) -> str:
 
 
 @contextlib.contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
     """Keep transformers' bars and warnings off the terminal while loading."""
     from transformers.utils import logging
 

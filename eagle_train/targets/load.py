@@ -16,6 +16,7 @@ from eagle_train.errors import UserError, nearest
 from eagle_train.shards.frozen_target import FrozenTarget
 from eagle_train.targets import checkpoint
 from eagle_train.targets.fingerprint import weights_fingerprint
+from eagle_train.targets.output_map import OutputMap, output_map
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -121,9 +122,9 @@ class Target:
         return weights_fingerprint(self.model, self.config)
 
     @cached_property
-    def output_map(self) -> checkpoint.OutputMap:
+    def output_map(self) -> OutputMap:
         """What the family does to the lm_head's output."""
-        return checkpoint.output_map(self.config)
+        return output_map(self.config)
 
     @cached_property
     def _cache_argument(self) -> str:

@@ -35,6 +35,7 @@ from eagle_train.targets import checkpoint
 from eagle_train.targets.capture import check_layer_ids, default_layer_ids
 from eagle_train.targets.load import dtype_name, parse_dtype, pick_device
 from eagle_train.targets.memory import free_memory, total_memory
+from eagle_train.targets.stored import weights_bytes
 
 _WORTH_SHARING = 5e11  # operations of the forwards; below, starting workers takes longer than the work
 _BATCH_TOKENS = {"cpu": 4096, "cuda": 16_384}
@@ -51,6 +52,7 @@ class Survey:
     device: torch.device
     dtype: torch.dtype
     num_parameters: int
+    weights_bytes: int  # of the target in memory
     config: Any  # the target's, of transformers
 
     @property
@@ -136,7 +138,9 @@ def survey(
     checkpoint.check_length(text, int(table.lengths[longest]), f"{rows_dir}: row {table.row_ids[longest]}")
     _refuse_headless(text, features, layers, str(target))
     known = None if out is None else _known(Path(out))
-    parameters = checkpoint.count_parameters(config, trust_remote_code)
+    skeleton = checkpoint.skeleton(config, trust_remote_code)
+    parameters = sum(parameter.numel() for parameter in skeleton.parameters())
+    weights = weights_bytes(str(target), config, skeleton, kept)
     budget = batch_tokens or (known.batch_tokens if known else _BATCH_TOKENS.get(place.type, 4096))
     if budget < 1 or (shard_tokens is not None and shard_tokens < 1) or (threads is not None and threads < 1):
         raise UserError("--batch-tokens, --shard-tokens and --threads: wanted 1 or more")
@@ -151,7 +155,7 @@ def survey(
         vocab_size=int(text.vocab_size),
         num_layers=int(text.num_hidden_layers),
         device=place.type,
-        threads=threads or (known.threads if known else _default_threads(place, parameters * kept.itemsize)),
+        threads=threads or (known.threads if known else _default_threads(place, weights)),
         batch_tokens=budget,
         shard_tokens=shard_tokens
         or (known.shard_tokens if known else default_shard_tokens(int(table.lengths.sum()), budget)),
@@ -165,7 +169,7 @@ def survey(
         }
         known.refuse_other(replace(setting, target=same, vocab_size=known.vocab_size), Path(out))
     plan = make_plan(table, setting)
-    return Survey(rows.dataset, table, rows.info, plan, place, kept, parameters, config)
+    return Survey(rows.dataset, table, rows.info, plan, place, kept, parameters, weights, config)
 
 
 def _refuse_headless(config: Any, features: str, layers: tuple[int, ...], name: str) -> None:
@@ -226,8 +230,8 @@ def default_processes(work: Survey, out: Path | None) -> int:
     if work.device.type == "cuda":
         most = torch.cuda.device_count()
     else:
-        weights = work.num_parameters * work.dtype.itemsize
-        most = max(1, min(num_cores() // work.plan.setting.threads, _fitting(weights, free_memory())))
+        fitting = _fitting(work.weights_bytes, free_memory())
+        most = max(1, min(num_cores() // work.plan.setting.threads, fitting))
     known = Plan.load(out) if out is not None and (out / PLAN).is_file() else None
     missing = [
         shard.tokens

@@ -20,9 +20,10 @@ from eagle_train.shards.frozen_target import FrozenTarget
 from eagle_train.shards.plan import label_positions
 from eagle_train.shards.reader import open_shards
 from eagle_train.targets.capture import FeatureTap
-from eagle_train.targets.checkpoint import dense, dense_output
+from eagle_train.targets.checkpoint import dense, dense_output, load_config, quantisation, skeleton
 from eagle_train.targets.labels import labels
 from eagle_train.targets.load import Target, load_target
+from eagle_train.targets.stored import weights_bytes
 
 from .conftest import PROMPT, Trained, train_on
 from .models import LAYERS, family_config, random_model, save_target
@@ -80,6 +81,28 @@ def test_the_fingerprint_tells_the_quantised_target_from_the_whole_one(made: Tra
     whole = load_target(Path(made.target.name) / "whole", dtype="fp32", device="cpu")
     again = load_target(made.target.name, dtype="fp32", device="cpu")
     assert made.target.fingerprint == again.fingerprint != whole.fingerprint
+
+
+def held(model: torch.nn.Module) -> int:
+    """Return the bytes of a model's parameters, the parts of quantised ones one by one."""
+    size = 0
+    for weight in model.parameters():
+        parts = [getattr(weight, name) for name in getattr(weight, "tensor_data_names", ())]
+        parts += [getattr(weight, name, None) for name in getattr(weight, "optional_tensor_data_names", ())]
+        size += sum(part.numel() * part.element_size() for part in parts or [weight] if part is not None)
+    return size
+
+
+def planned(folder: str | Path) -> int:
+    config = load_config(str(folder), False)
+    return weights_bytes(str(folder), config, skeleton(config, False), torch.float32)
+
+
+def test_memory_is_planned_as_the_weights_are_stored(made: Trained):
+    whole = load_target(Path(made.target.name) / "whole", dtype="fp32", device="cpu")
+    assert planned(made.target.name) == held(made.target.model) < 0.7 * held(whole.model)
+    assert planned(whole.name) == held(whole.model)
+    assert quantisation(made.target.model.config) == "torchao"
 
 
 def test_trees_are_read_as_the_text_alone(made: Trained):
@@ -185,6 +208,50 @@ def marked(source: Path, folder: Path, quantisation: dict) -> Path:
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "quantization_config": quantisation}))
     return folder
+
+
+@pytest.mark.parametrize("num_files", [1, 2])
+def test_memory_of_packed_weights_is_read_from_the_headers(tmp_path: Path, tiny_target_dir: Path, num_files):
+    """Int32 words of eight weights, a half-precision scale for each row; all else counts in float32."""
+    packing = {"quant_method": "gptq", "bits": 4, "group_size": 32}
+    folder = marked(tiny_target_dir, tmp_path / "t", packing)
+    tensors, saved = load_tensors(folder / "model.safetensors")[0], 0
+    for name in [name for name in tensors if name.endswith("up_proj.weight")]:
+        rows, columns = tensors.pop(name).shape
+        stem = name.removesuffix("weight")
+        tensors[f"{stem}qweight"] = torch.zeros(columns // 8, rows, dtype=torch.int32)
+        tensors[f"{stem}scales"] = torch.zeros(1, rows, dtype=torch.float16)
+        saved += rows * columns * 4 - rows * columns // 2 - 2 * rows
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].half()  # tied: loaded once
+    assert saved > 0
+    (folder / "model.safetensors").unlink()
+    names = [f"model-{number}.safetensors" for number in range(num_files)]
+    for number, file in enumerate(names):
+        save_tensors(folder / file, dict(list(tensors.items())[number::num_files]), {"format": "pt"})
+    index = {name: names[number % num_files] for number, name in enumerate(tensors)}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
+    assert planned(folder) == planned(tiny_target_dir) - saved
+    (folder / names[-1]).write_bytes(bytes(range(1, 99)))
+    with pytest.raises(UserError, match="could not be loaded as a causal"):
+        planned(folder)
+    (folder / names[-1]).unlink()
+    assert planned(folder) == planned(tiny_target_dir)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU may compute in fp8")
+def test_fp8_weights_that_are_unpacked_on_a_cpu_count_as_they_are_then(tmp_path: Path, tiny_target_dir: Path):
+    blocks = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [32, 32]}
+    folder = marked(tiny_target_dir, tmp_path / "t", blocks)
+    tensors = load_tensors(folder / "model.safetensors")[0]
+    for name in [name for name in tensors if name.endswith("o_proj.weight")]:
+        scale = tensors[name].abs().max().reshape(1, 1) / 448
+        tensors |= {name: (tensors[name] / scale).to(torch.float8_e4m3fn), f"{name}_scale_inv": scale}
+    save_tensors(folder / "model.safetensors", tensors, {"format": "pt"})
+    target = load_target(folder, dtype="fp32", device="cpu")
+    weight = target.layers[0].self_attn.o_proj.weight
+    exact = load_target(tiny_target_dir, dtype="fp32", device="cpu").layers[0].self_attn.o_proj.weight
+    assert 0 < (weight - exact).abs().max() < 0.05 * exact.abs().max()
+    assert planned(folder) == held(target.model) == planned(tiny_target_dir)
 
 
 def test_a_quantisation_that_nobody_knows_is_named(tmp_path: Path, tiny_target_dir: Path):

@@ -15,10 +15,12 @@ from eagle_train.errors import UserError
 from eagle_train.shards.codecs import CODECS, decode, encode, rounding
 from eagle_train.shards.frozen_target import FrozenTarget
 from eagle_train.shards.plan import RowTable
-from eagle_train.targets import check, checkpoint
+from eagle_train.targets import check
+from eagle_train.targets import load as load_room
 from eagle_train.targets.batch import BatchFeatures, RowBatch, load_batch, run_batch
 from eagle_train.targets.capture import FeatureTap
 from eagle_train.targets.load import Target, load_target
+from eagle_train.targets.output_map import OutputMap
 from eagle_train.targets.survey import Survey, survey
 
 Start = Callable[..., None]
@@ -83,13 +85,11 @@ def test_models_that_cannot_keep_some_logits_are_compared_too(
 
 
 @pytest.mark.parametrize("codec", ["bf16", "int8"])  # however coarse the codec
-@pytest.mark.parametrize(
-    "wrong", [checkpoint.OutputMap(multiply=0.99), checkpoint.OutputMap(softcap=20.0)], ids=["scale", "cap"]
-)
+@pytest.mark.parametrize("wrong", [OutputMap(multiply=0.99), OutputMap(softcap=20.0)], ids=["scale", "cap"])
 def test_an_unknown_scaling_of_the_logits_is_found(
-    start: Start, monkeypatch: pytest.MonkeyPatch, wrong: checkpoint.OutputMap, codec: str
+    start: Start, monkeypatch: pytest.MonkeyPatch, wrong: OutputMap, codec: str
 ) -> None:
-    monkeypatch.setattr(checkpoint, "output_map", lambda config: wrong)
+    monkeypatch.setattr(load_room, "output_map", lambda config: wrong)
     with pytest.raises(
         UserError, match=r"disagree with the model's own at \d+ of 1\d+ label positions; first"
     ):

@@ -32,6 +32,7 @@ def work(tiny_rows_dir: Path, tiny_target_dir: Path, tmp_path: Path) -> Survey:
 def test_parameters_are_counted_without_loading_them(work: Survey, tiny_target_dir: Path) -> None:
     model = load_target(tiny_target_dir, device="cpu").model
     assert work.num_parameters == sum(parameter.numel() for parameter in model.parameters())
+    assert work.weights_bytes == 4 * work.num_parameters
 
 
 def test_the_plan_before_loading_is_the_plan_of_the_work(
@@ -63,7 +64,7 @@ def test_workers_on_a_cpu_are_as_many_as_cores_memory_and_shards_allow(
 ) -> None:
     monkeypatch.setattr(room, "num_cores", lambda: cores)
     monkeypatch.setattr(room, "free_memory", lambda: memory)
-    large = replace(work, num_parameters=430_000_000)
+    large = replace(work, num_parameters=430_000_000, weights_bytes=1_720_000_000)
     assert len(work.plan.shards) == 7
     assert default_processes(large, tmp_path / "out") == expected
 
