@@ -3,10 +3,10 @@
     PYTHONPATH=. python scripts/gpu_check.py [--device cuda] [--minutes 8] [--json]
 
 Needs torch, transformers, accelerate and safetensors. Checks the device against the CPU: features of a small
-target, a training step's loss and gradients beside a naive twin, greedy speculative decoding beside plain
-decoding. Then measures with random weights at the shapes of an 8B target (hidden 4,096, draft vocabulary
-32,000, 4,096 tokens, 60 % of rows counted): extraction, training and decoding rates, peak memory, share of
-the matrix rate. Without a GPU the same runs at small shapes. Exits with 1 where a check fails.
+target, attention by its kernels, a training step's loss and gradients beside a naive twin, greedy speculative
+decoding beside plain decoding. Then measures with random weights at the shapes of an 8B target (hidden 4,096,
+draft vocabulary 32,000, 4,096 tokens, 60 % of rows counted): extraction, training and decoding rates, peak
+memory, share of the matrix rate. Without a GPU the same runs at small shapes. Exits with 1 if a check fails.
 """
 
 from __future__ import annotations
@@ -25,8 +25,11 @@ from bench_train import Case, Naive, Sizes, best_time, build, measure
 from eagle_train.decoding.drafters import HeadDrafter
 from eagle_train.decoding.loop import Settings, generate, plain
 from eagle_train.decoding.shapes import Chain, Dynamic
+from eagle_train.heads import fused_cuda
 from eagle_train.heads.config import HeadConfig
 from eagle_train.heads.disk import build_head
+from eagle_train.heads.fused import block_forward
+from eagle_train.heads.plain_attention import plain_forward
 from eagle_train.targets.capture import FeatureTap, default_layer_ids
 from eagle_train.targets.labels import labels
 from eagle_train.targets.load import Target
@@ -96,6 +99,19 @@ def check_features(device: str) -> dict[str, Any]:
     return {"check": "features, device and CPU", "difference": worst, "fine": worst < CLOSE}
 
 
+def check_attention(device: str) -> dict[str, Any]:
+    """Values of a block of attention on the device in 16 and 32 bits, plain operations beside them."""
+    draw = torch.Generator().manual_seed(3)
+    worst, kernels, fine = 0.0, [], True
+    for dtype, close in ((torch.bfloat16, 2e-2), (torch.float32, CLOSE)):
+        q, keys, values = (torch.randn(500, n, 128, generator=draw).to(device, dtype) for n in (8, 2, 2))
+        out, _ = block_forward(q, keys, values, True, 0.1)
+        found = difference(out, plain_forward(q.float(), keys.float(), values.float(), True, 0.1)[0])
+        worst, fine = max(worst, found), fine and found < close
+        kernels.append(device == "cpu" or fused_cuda.takes(q))
+    return {"check": "attention", "by kernels (16, 32 bits)": kernels, "difference": worst, "fine": fine}
+
+
 def check_step(device: str) -> dict[str, Any]:
     """Loss and gradients of a training step on the device, beside the naive twin on the CPU."""
     case = Case(200, 256, 0.6, "fp32")
@@ -122,6 +138,9 @@ def check_decoding(device: str) -> dict[str, Any]:
     for shape in (Chain(4), Dynamic(total_tokens=20, top_k=4, depth=4)):
         same &= generate(target, head_drafter(target, shape, 256), PROMPT, settings).ids == wanted
     return {"check": "greedy ids with and without a head", "difference": float(not same), "fine": same}
+
+
+CHECKS = (check_features, check_attention, check_step, check_decoding)
 
 
 def extraction(target: Target, tokens: int, device: str, seconds: float) -> dict[str, Any]:
@@ -200,7 +219,7 @@ def main() -> int:
     device = torch.cuda.get_device_name() if given.device != "cpu" else "CPU"
     if not given.json:
         print(f"{device}, torch {torch.__version__}")
-    checks = [lambda c=c: c(given.device) for c in (check_features, check_step, check_decoding)]  # type: ignore[misc]
+    checks = [lambda c=c: c(given.device) for c in CHECKS]  # type: ignore[misc]
     for work in [*checks, *measured(given.device, given.seconds)]:
         if time.monotonic() - begun > 54 * given.minutes:
             print("out of time: the rest is left out", file=sys.stderr)

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from eagle_train.heads import fused
+from eagle_train.heads import fused, plain_attention
 from eagle_train.heads.attention import Run, attend_runs, find_runs
 
 from .small import softmax_attention
@@ -84,17 +84,17 @@ def test_low_precision_stays_near_the_float64_twin(dtype, bound):
         assert (a.double() - b.double()).abs().max() <= bound * max(1.0, b.abs().max().item())
 
 
-def test_portable_blocks_equal_the_kernel(monkeypatch):
+def test_plain_blocks_equal_the_kernel(monkeypatch):
     q, k, v, _ = _case(list(range(7)), [0, 7], 0)
     gradient = torch.randn(q.shape, dtype=q.dtype)
-    monkeypatch.setattr(fused, "_SCORES_AT_ONCE", 3 * 7 * 4)  # blocks of three queries
+    monkeypatch.setattr(plain_attention, "_SCORES_AT_ONCE", 3 * 7 * 4)  # blocks of three queries
     for causal in (True, False):
         out, lse = fused.block_forward(q, k, v, causal, 0.3)
-        mine = fused._portable_forward(q, k, v, causal, 0.3)
+        mine = plain_attention.plain_forward(q, k, v, causal, 0.3)
         torch.testing.assert_close(mine[0], out)
         torch.testing.assert_close(mine[1], lse.double(), atol=1e-6, rtol=0)
         back = fused.block_backward(gradient, q, k, v, out, lse, causal, 0.3)
-        own = fused._portable_backward(gradient, q, k, v, out, lse, causal, 0.3)
+        own = plain_attention.plain_backward(gradient, q, k, v, out, lse, causal, 0.3)
         for a, b in zip(own, back, strict=True):
             torch.testing.assert_close(a, b, atol=1e-6, rtol=1e-6)
 

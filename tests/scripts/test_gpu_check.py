@@ -26,7 +26,7 @@ runpy.run_path({str(file)!r}, run_name="__main__")
     )
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)["report"]
-    assert [found["fine"] for found in report if "check" in found] == [True] * 3
+    assert [found["fine"] for found in report if "check" in found] == [True] * 4
     training = [found for found in report if "share_of_matrix_rate" in found]
     assert [found["share"] for found in training] == [0.6, 1.0]
     assert all(found["tokens_per_second"] > 0 for found in training)
