@@ -26,7 +26,7 @@ EXAMPLES = """
 _ALWAYS = {"head", "target", "dtype", "chat_template", "trust_remote_code", "as_json"}
 _READ = {
     "--predict": _ALWAYS
-    | {"predict", "draft", "gamma", "temperature", "top_p", "top_k_sampling", "other_target"},
+    | {"predict", "draft", "gamma", "temperature", "top_p", "top_k_sampling", "other_target", "report"},
     "--against-server": _ALWAYS | {"against_server", "questions", "num_questions", "max_new_tokens"},
 }
 _WHY = {
@@ -101,7 +101,7 @@ def run(
         "--predict",
         metavar="TEXTS",
         help="No decoding: the acceptance of a chain or a static tree from shards, or from a file of the "
-        "target's answers (written at --temperature).",
+        "target's answers (written at --temperature), also by category where records have one.",
     ),
     other_target: bool = typer.Option(
         False, "--other-target", help="Predict although the head was trained on other weights of the target."
@@ -149,6 +149,7 @@ def run(
             predict,
             target,
             (draft or ["chain"])[0],
+            report or [],
             as_json,
             draft=shapes[0],
             sampling=Sampling(temperatures[0], top_k_sampling, top_p),
@@ -259,17 +260,23 @@ def _predict(
     texts: str,
     target: str | None,
     name: str,
+    files: list[str],
     as_json: bool,
     **given: Any,
 ) -> int:
+    from eagle_train.evaluation.grid import check_reports, write_reports
     from eagle_train.evaluation.predict import predict
     from eagle_train.evaluation.report import predicted_lines
 
+    check_reports(files)
     report = predict(head, texts, target, **given)
+    write_reports(files, [report])
     if as_json:
         print(json.dumps(report, indent=2, ensure_ascii=False))
     else:
         print("\n".join(predicted_lines(report)))
+        if files:
+            print(f"written: {', '.join(files)}")
         same = ["--draft", name, *(["--gamma", str(report["tree"]["depth"])] if name == "chain" else [])]
         same += ["--temperature", f"{report['temperature']:g}"] if report["temperature"] else []
         print(f"next: {options.eval_command(head, report['target'], same)}")

@@ -47,7 +47,8 @@ def run(
         print(line)
     print(
         f"row {row} of {len(opened)}: {described['row_id']}, from {described['source']}, "
-        f"{counted(len(described['input_ids']), 'token')}, answers at {described['spans']}\n"
+        f"{counted(len(described['input_ids']), 'token')}, answers at {described['spans']}"
+        + (f", category {described['category']}\n" if described.get("category") else "\n")
     )
     if sys.stdout.isatty():
         print_coloured(described["segments"])

@@ -29,7 +29,8 @@ def run(
         typer.Argument(
             metavar="DATA...",
             help="ShareGPT or messages files (.json, .jsonl, also .gz, .parquet), folders, globs, or hub "
-            "datasets as owner/name[:split]; behind one, =0.5 is its weight in a mixture.",
+            "datasets as owner/name[:split]; behind one, =0.5 is its weight in a mixture. A record's "
+            "category is kept.",
         ),
     ],
     target: options.Target,

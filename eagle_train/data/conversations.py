@@ -21,7 +21,16 @@ import json
 from dataclasses import replace
 from typing import Any
 
-from eagle_train.data.records import Conversation, Message, Skip, TokenRow, Turn, place_of, valid_text
+from eagle_train.data.records import (
+    Conversation,
+    Message,
+    Skip,
+    TokenRow,
+    Turn,
+    category_of,
+    place_of,
+    valid_text,
+)
 from eagle_train.data.token_rows import are_ids, read_token_row
 from eagle_train.io import sha256_json
 
@@ -39,7 +48,7 @@ _TOKEN_FIELDS = ("input_ids", "loss_mask", "spans", "conversation_id", "row_id",
 _QUESTIONS = "turns"  # MT-bench's form: user turns as plain texts
 
 RECORD_FIELDS = (
-    *("id", "generated_by", "tools", _QUESTIONS),
+    *("id", "category", "generated_by", "tools", _QUESTIONS),
     *(*_TURN_LISTS, *_SYSTEM_FIELDS, *_TOKEN_FIELDS),
 )
 """Every top-level field that is looked at; columns of other names are never read."""
@@ -90,6 +99,7 @@ def _conversation(record: Any, source: str, turns: list[Turn], notes: Notes) -> 
         repairs=tuple(notes),
         tools=tuple(tools),
         record_id=record_id if isinstance(record_id, (str, int)) else None,
+        category=category_of(fields),
     )
 
 

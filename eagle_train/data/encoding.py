@@ -43,6 +43,7 @@ class Outcome:
     answers_cut: int = 0
     answers_shortened: int = 0
     tokens_cut: int = 0
+    category: str = ""
 
 
 @dataclass(frozen=True)
@@ -110,6 +111,7 @@ def encode(
         answers_cut=gone,
         answers_shortened=shortened,
         tokens_cut=tokens,
+        category=found.category,
     )
 
 

@@ -82,6 +82,9 @@ def count_lines(info: dict[str, Any]) -> list[str]:
         f"conversations: {counts['read']:,} read, {counts['kept']:,} kept, "
         f"{sum(counts['skipped'].values()):,} skipped; damaged records: {counts['bad']:,}",
     ]
+    if categories := info.get("categories"):
+        each = ", ".join(f"{name or 'none'} {count:,}" for name, count in categories.items())
+        lines.append(f"rows by category: {each}")
     for reason, count in counts["skipped"].items():
         named = f" (first {examples[reason][0]})" if examples.get(reason) else ""
         lines.append(f"  skipped {count:>8,}  {reason}{named}")

@@ -134,6 +134,7 @@ def _figures(written: RowsWritten, tally: Tally, counts: _Counts) -> dict[str, A
         "tokens": written.tokens,
         "supervised_tokens": written.supervised_tokens,
         "rows_digest": written.digest,
+        **({"categories": dict(written.categories.most_common())} if any(written.categories) else {}),
         "counts": {
             "read": tally.read,
             "kept": counts.kept - written.dropped,

@@ -90,7 +90,8 @@ class Conversation:
     are still to be made, with user.
 
     `id` is a hash of what is said, so copies of one conversation share it whatever file or record id
-    they came with, and a split by it never tears them apart. `tools` are the functions on offer.
+    they came with, and a split by it never tears them apart. `tools` are the functions on offer; `category`
+    is the record's own word for its kind, empty where it has none.
     """
 
     id: str
@@ -100,6 +101,7 @@ class Conversation:
     repairs: tuple[str, ...] = ()
     tools: tuple[Message, ...] = ()
     record_id: str | int | None = None
+    category: str = ""
 
     def messages(self) -> list[Message]:
         """Return all turns as a chat template reads them."""
@@ -115,6 +117,13 @@ class TokenRow:
     spans: tuple[tuple[int, int], ...]
     source: str
     repairs: tuple[str, ...] = ()
+    category: str = ""
+
+
+def category_of(record: dict[str, Any]) -> str:
+    """Return a record's ``category`` as text, empty where it has none."""
+    category = record.get("category")
+    return _mended(str(category)) if isinstance(category, (str, int)) else ""
 
 
 def valid_text(text: str, where: str) -> str:
@@ -131,4 +140,9 @@ def place_of(source: str, record_id: Any) -> str:
     """Return where a record stands, with its own id where it has one."""
     if not isinstance(record_id, (str, int)) or record_id == "":
         return source
-    return f"{source}:{record_id}".encode("utf-8", "replace").decode("utf-8")
+    return _mended(f"{source}:{record_id}")
+
+
+def _mended(text: str) -> str:
+    """Return `text` with a question mark for what is no Unicode: a mere name makes no record bad."""
+    return text.encode("utf-8", "replace").decode("utf-8")

@@ -2,7 +2,7 @@
 
 Columns: `row_id` (hash of tokens and spans, then the number of its occurrence), `conversation_id`,
 `input_ids` int32, `loss_mask` uint8 (1 on answers and their end-of-turn tokens), `spans` ([first, last]
-of each answer, inclusive), `source`.
+of each answer, inclusive), `source`; and `category` where some conversation has one, empty for the others.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def _check_columns(path: Path, dataset: Any) -> None:
     """Refuse rows that something else wrote: other columns, or spans that are no pairs."""
     import pyarrow.compute as compute
 
-    wanted = _features()
+    wanted = _features("category" in dataset.column_names)
     for name, kind in wanted.items():
         found = dataset.features.get(name)
         if found != kind:
@@ -98,11 +98,13 @@ class RowsWritten:
     digest: str = ""
     copies: int = 0
     dropped: int = 0
+    categories: Counter[str] = field(default_factory=Counter)  # rows of each, '' for none
 
 
-def _features() -> Any:
+def _features(with_category: bool) -> Any:
     import datasets
 
+    optional = {"category": datasets.Value("string")} if with_category else {}
     return datasets.Features(
         row_id=datasets.Value("string"),
         conversation_id=datasets.Value("string"),
@@ -110,6 +112,7 @@ def _features() -> Any:
         loss_mask=datasets.List(datasets.Value("uint8")),
         spans=datasets.List(datasets.List(datasets.Value("int32"))),
         source=datasets.Value("string"),
+        **optional,
     )
 
 
@@ -118,7 +121,7 @@ def write_dataset(folder: Path, outcomes: Iterable[Outcome], drop_duplicates: bo
     from datasets.arrow_writer import ArrowWriter
 
     written, seen, digest = RowsWritten(), Counter[bytes](), hashlib.sha256()
-    features = _features()
+    features = _features(with_category=True)
     raw = folder.with_name(folder.name + ".arrow")
     columns: dict[str, list[Any]] = {name: [] for name in features}
     writer = ArrowWriter(features=features, path=str(raw))
@@ -135,6 +138,7 @@ def write_dataset(folder: Path, outcomes: Iterable[Outcome], drop_duplicates: bo
                 digest.update(row_id.encode())
                 _append(columns, row_id, outcome, row)
                 _count(written, row)
+                written.categories[outcome.category] += 1
             written.dropped += written.rows == rows_before
             if len(columns["row_id"]) >= _PER_WRITE:
                 _flush(writer, columns)
@@ -146,7 +150,7 @@ def write_dataset(folder: Path, outcomes: Iterable[Outcome], drop_duplicates: bo
         writer.close()
     written.digest = digest.hexdigest()
     if written.rows:
-        _save(raw, folder, written.digest)
+        _save(raw, folder, written)
     raw.unlink(missing_ok=True)
     return written
 
@@ -168,6 +172,7 @@ def _append(columns: dict[str, list[Any]], row_id: str, outcome: Outcome, row: E
     columns["loss_mask"].append(list(mask_of(row.spans, len(row.input_ids))))
     columns["spans"].append([list(span) for span in row.spans])
     columns["source"].append(outcome.source)
+    columns["category"].append(outcome.category)
 
 
 def _count(written: RowsWritten, row: EncodedRow) -> None:
@@ -184,12 +189,14 @@ def _flush(writer: Any, columns: dict[str, list[Any]]) -> None:
         values.clear()
 
 
-def _save(raw: Path, folder: Path, digest: str) -> None:
+def _save(raw: Path, folder: Path, written: RowsWritten) -> None:
     """Lay the Arrow file out as a datasets folder whose bytes depend on the rows alone."""
     import datasets
 
     dataset = datasets.Dataset.from_file(str(raw))
-    dataset._fingerprint = digest[:16]
+    if not any(written.categories):
+        dataset = dataset.remove_columns("category")
+    dataset._fingerprint = written.digest[:16]
     shown = datasets.are_progress_bars_disabled()
     datasets.disable_progress_bars()
     try:

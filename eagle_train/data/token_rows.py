@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from eagle_train.data.records import Skip, TokenRow, place_of, valid_text
+from eagle_train.data.records import Skip, TokenRow, category_of, place_of, valid_text
 from eagle_train.io import sha256_json
 
 
@@ -30,6 +30,7 @@ def read_token_row(record: dict[str, Any], source: str) -> TokenRow:
         input_ids=tuple(ids),
         spans=tuple(spans),
         source=place_of(source, record.get("id")),
+        category=category_of(record),
     )
 
 

@@ -4,29 +4,69 @@ from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from eagle_train.decoding.loop import Generation
 from eagle_train.losses.acceptance import AcceptanceCounts
 
+Key = TypeVar("Key", int, str)
 
-class SizeClasses:
-    """Rounds by how many tokens stood before them, in classes 1-1, 2-3, 4-7, .."""
+
+class Classes(Generic[Key]):
+    """Rounds by a key of theirs, such as a category; an empty one names no class."""
 
     def __init__(self) -> None:
-        self._sums: dict[int, list[float]] = defaultdict(lambda: [0, 0])
+        self._sums: dict[Key, list[float]] = defaultdict(lambda: [0, 0])
 
-    def add(self, before: int, emitted: float, rounds: float = 1) -> None:
+    def add(self, key: Key, emitted: float, rounds: float = 1) -> None:
         """Count a round, or an expected number of them, that emitted so many tokens in all."""
-        sums = self._sums[before.bit_length()]
+        sums = self._sums[key]
         sums[0] += rounds
         sums[1] += emitted
 
     @property
     def taus(self) -> dict[str, float]:
-        """Tokens per round of each class, by its name, the smallest sizes first."""
-        named = ((f"{2 ** (bits - 1)}-{2**bits - 1}", sums) for bits, sums in sorted(self._sums.items()))
-        return {name: tokens / rounds for name, (rounds, tokens) in named if rounds}
+        """Tokens per round of each class, by its name, in the order of the keys."""
+        named = ((key, sums) for key, sums in sorted(self._sums.items()) if key != "")
+        return {self._name(key): tokens / rounds for key, (rounds, tokens) in named if rounds}
+
+    def _name(self, key: Key) -> str:
+        return str(key)
+
+
+class SizeClasses(Classes[int]):
+    """Rounds by how many tokens stood before them, in classes 1-1, 2-3, 4-7, .."""
+
+    def add(self, key: int, emitted: float, rounds: float = 1) -> None:
+        """Count rounds before which `key` tokens stood."""
+        super().add(key.bit_length(), emitted, rounds)
+
+    def _name(self, key: int) -> str:
+        return f"{2 ** (key - 1)}-{2**key - 1}"
+
+
+@dataclass(frozen=True)
+class ByKind:
+    """Rounds by the category of their prompt, and by where in the answer and in the text they began."""
+
+    category: Classes[str] = field(default_factory=Classes)
+    place: SizeClasses = field(default_factory=SizeClasses)
+    context: SizeClasses = field(default_factory=SizeClasses)
+
+    def add(self, category: str, place: int, context: int, emitted: float, rounds: float = 1) -> None:
+        """Count rounds that began `place` tokens into the answer, `context` tokens into the text."""
+        self.category.add(category, emitted, rounds)
+        self.place.add(place, emitted, rounds)
+        self.context.add(context, emitted, rounds)
+
+    @property
+    def figures(self) -> dict[str, dict[str, float]]:
+        """Acceptance lengths under the names of ``--json``; names of sizes say from where to where."""
+        return {
+            "tau_by_category": self.category.taus,
+            "tau_by_place": self.place.taus,
+            "tau_by_context": self.context.taus,
+        }
 
 
 @dataclass
@@ -39,9 +79,7 @@ class Tally:
     decode_seconds: float = 0.0
     counts: AcceptanceCounts = field(default_factory=AcceptanceCounts)
     accepted_uncut: int = 0
-    by_category: dict[str, AcceptanceCounts] = field(default_factory=lambda: defaultdict(AcceptanceCounts))
-    by_place: SizeClasses = field(default_factory=lambda: SizeClasses())
-    by_context: SizeClasses = field(default_factory=lambda: SizeClasses())
+    by_kind: ByKind = field(default_factory=ByKind)
 
     def add(self, made: Generation, category: str, prompt: int = 0) -> None:
         """Pool one answer to a prompt of that many tokens."""
@@ -51,10 +89,8 @@ class Tally:
         self.decode_seconds += made.decode_seconds
         if made.accepted:
             self.counts += made.counts
-            self.by_category[category] += made.counts
-        for place, emitted in made.rounds:  # by where in the answer, and in the text, a round began
-            self.by_place.add(place, emitted)
-            self.by_context.add(prompt + place, emitted)
+        for place, emitted in made.rounds:
+            self.by_kind.add(category, place, prompt + place, emitted)
         self.accepted_uncut += sum(made.accepted_uncut)
 
     @property
@@ -88,8 +124,7 @@ def method_figures(tally: Tally, plain: Tally, tree: dict[str, Any]) -> dict[str
     `vllm_acceptance_length` is 1 + accepted guesses / rounds with the guesses past an answer's end counted,
     as vLLM's counters have it; `sglang_acceptance_length` is completion tokens / rounds, the prefill's token
     counted, as SGLang reports it. `round_cost` is the time of a round over that of a plain token: speculation
-    wins where tau is larger. `tau_by_place` and `tau_by_context` are by the tokens of the answer, and of the
-    whole text, before a round; the names of their classes say from where to where.
+    wins where tau is larger.
     """
     rounds = tally.counts.rounds
     seconds_per_round = tally.decode_seconds / rounds if rounds else 0.0
@@ -106,8 +141,6 @@ def method_figures(tally: Tally, plain: Tally, tree: dict[str, Any]) -> dict[str
         "speedup_with_prefill": whole / plain_whole if plain_whole else 0.0,
         "seconds_per_round": seconds_per_round,
         "round_cost": seconds_per_round * plain_rate,
-        "tau_by_category": {name: counts.tau for name, counts in sorted(tally.by_category.items()) if name},
-        "tau_by_place": tally.by_place.taus,
-        "tau_by_context": tally.by_context.taus,
+        **tally.by_kind.figures,
         "tree": tree,
     }

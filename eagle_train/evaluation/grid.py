@@ -11,7 +11,7 @@ from eagle_train.decoding.sampling import Sampling
 from eagle_train.errors import UserError
 from eagle_train.evaluation.evaluate import evaluate
 from eagle_train.evaluation.outputs import check_output
-from eagle_train.evaluation.page import as_page
+from eagle_train.evaluation.page import as_page, predicted_page
 from eagle_train.evaluation.questions import read_questions
 from eagle_train.evaluation.tables import as_csv
 from eagle_train.io import write_json, write_text
@@ -59,10 +59,12 @@ def check_reports(paths: Sequence[str]) -> None:
 
 
 def write_reports(paths: Sequence[str], reports: Sequence[dict[str, Any]]) -> None:
-    """Write the reports into each file, in the format that its ending names."""
+    """Write the reports of `evaluate`, or one of `predict`, in the format that each file's ending names."""
     check_reports(paths)
     for path in paths:
         if Path(path).suffix == ".json":
             write_json(path, {"reports": list(reports)})
+        elif Path(path).suffix == ".csv":
+            write_text(path, as_csv(reports))
         else:
-            write_text(path, as_csv(reports) if Path(path).suffix == ".csv" else as_page(reports))
+            write_text(path, predicted_page(reports[0]) if "predicted" in reports[0] else as_page(reports))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from eagle_train.evaluation.report import draft_name
+from eagle_train.evaluation.report import draft_name, predicted_lines
 from eagle_train.evaluation.tables import cells, set_name
 from eagle_train.page import as_html, as_text, check_matplotlib, figure, plot
 from eagle_train.progress import counted
@@ -26,9 +26,19 @@ def as_page(reports: Sequence[dict[str, Any]]) -> str:
     for report in reports:
         name = f"{set_name(report)} {report['temperature']}"
         parts.append(f"<h2>{as_text(set_name(report))}, temperature {report['temperature']:g}</h2>")
-        parts += [plot(caption, draw, report, f"{caption} {name}") for caption, draw in _PLOTS]
+        parts += [plot(caption, draw, report, f"{caption} {name}") for _, caption, draw in _PLOTS]
         parts += [_drawn_round(result) for result in report["results"] if result.get("a_round")]
     return as_html("eagle eval", parts)
+
+
+def predicted_page(report: dict[str, Any]) -> str:
+    """Return the page for a report of `predict`, with a plot of whatever it tells."""
+    check_matplotlib("the HTML report")
+    text = as_text("\n".join(predicted_lines(report)))
+    drawn = {"results": [{**report, "method": report["kind"]}]}
+    plots = [plot(caption, draw, drawn, caption) for key, caption, draw in _PLOTS if report.get(key)]
+    parts = [f"<h1>Acceptance on {as_text(report['texts'])}, predicted</h1>", f"<pre>{text}</pre>", *plots]
+    return as_html("eagle eval --predict", parts)
 
 
 def _word(token: str) -> str:
@@ -88,16 +98,26 @@ def _classes(key: str, label: str, line: str = "-") -> Callable[[Any, dict[str, 
     return draw
 
 
-_PLOTS = (
-    ("Acceptance by position: rounds whose first guesses up to this one all stood.", _by_position),
-    ("Rounds by the number of accepted guesses.", _histogram),
-    ("Speed, beside plain decoding.", _speed),
-    ("Acceptance length by category.", _classes("tau_by_category", "category", line="")),
+_PLOTS = (  # each behind the figure that it needs
     (
+        "accepted_by_position",
+        "Acceptance by position: rounds whose first guesses up to this one all stood.",
+        _by_position,
+    ),
+    ("accepted_histogram", "Rounds by the number of accepted guesses.", _histogram),
+    ("tokens_per_second", "Speed, beside plain decoding.", _speed),
+    (
+        "tau_by_category",
+        "Acceptance length by category.",
+        _classes("tau_by_category", "category", line=""),
+    ),
+    (
+        "tau_by_place",
         "Acceptance length by tokens of the answer before a round.",
         _classes("tau_by_place", "tokens of the answer"),
     ),
     (
+        "tau_by_context",
         "Acceptance length by tokens of the text before a round.",
         _classes("tau_by_context", "tokens of the text"),
     ),

@@ -16,7 +16,7 @@ from eagle_train.decoding.sampling import Sampling
 from eagle_train.decoding.shapes import Chain, Dynamic, Sampled, Shape
 from eagle_train.decoding.trees import StaticShape
 from eagle_train.errors import UserError
-from eagle_train.evaluation.figures import SizeClasses, acceptance_figures
+from eagle_train.evaluation.figures import ByKind, acceptance_figures
 from eagle_train.evaluation.heads import find_head, run_of
 from eagle_train.evaluation.replay import NEVER, replay_chain, replay_paths, tables
 from eagle_train.heads.config import HeadConfig, check_window
@@ -36,6 +36,8 @@ from eagle_train.training.loader import Loader
 from eagle_train.training.trained_on import other_weights, rows_not_trained_on, trained_on
 
 _TOKENS_AT_ONCE = 4096
+
+Began = tuple[int, float, float]  # an entry of a batch's rows; how many rounds began there, what they emitted
 
 
 def predict(
@@ -157,38 +159,34 @@ def _figures(
             f"{shards.folder}: holds the {top} likeliest tokens of each label; --predict at a temperature "
             "needs the states: extract without --label-top-k, or predict greedily"
         )
-    by_place, by_context = SizeClasses(), SizeClasses()
-    counts, rounds, tokens = AcceptanceCounts(), 0.0, 0
+    by_kind, counts, rounds, tokens = ByKind(), AcceptanceCounts(), 0.0, 0
     # Medusa's guesses are no samples: they stand by the target's law alone, as greedy ones do
     samples = not (sampling.greedy or isinstance(head, MedusaHead))
     by_law = isinstance(shape, Chain) and (shape.stop > 0 or samples)
     with progress("predict", sum(int(shards.lengths[row]) for row in rows), "tokens", show) as bar:
-        for batch in loader.evaluation(rows):
-            batch = batch.to(device)
+        for numbers, batch in loader.numbered(rows):
+            batch, categories = batch.to(device), [shards.categories[row] for row in numbers]
             if isinstance(shape, Chain) and by_law:
                 found = tables(head, frozen, batch, depth, sampling)
                 expected = replay_chain(found, shape.gamma, sampling.greedy, shape.stop)
                 rounds, tokens = rounds + expected.rounds, tokens + expected.tokens
-                _sort(expected.began, batch, by_place, by_context)
+                _sort(expected.began, batch, categories, by_kind)
             else:
-                counts += _replayed(head, frozen, batch, shape, by_place, by_context)
+                replayed, began = _replayed(head, frozen, batch, shape)
+                counts += replayed
+                _sort(began, batch, categories, by_kind)
                 rounds, tokens = float(counts.rounds), counts.tokens
             bar.advance(batch.num_tokens, f"tau {tokens / max(rounds, 1):.3f}")
-    by_size = {"tau_by_place": by_place.taus, "tau_by_context": by_context.taus}
     if by_law:
-        return {"tau": tokens / rounds if rounds else 1.0, "rounds": rounds, "tokens": tokens, **by_size}
-    return {**acceptance_figures(counts, depth), **by_size}
+        tau = tokens / rounds if rounds else 1.0
+        return {"tau": tau, "rounds": rounds, "tokens": tokens, **by_kind.figures}
+    return {**acceptance_figures(counts, depth), **by_kind.figures}
 
 
 def _replayed(
-    head: Head,
-    frozen: FrozenTarget,
-    batch: PackedBatch,
-    shape: Shape,
-    by_place: SizeClasses,
-    by_context: SizeClasses,
-) -> AcceptanceCounts:
-    """Replay a chain of first choices or a static tree; sort its rounds by where they began."""
+    head: Head, frozen: FrozenTarget, batch: PackedBatch, shape: Shape
+) -> tuple[AcceptanceCounts, list[Began]]:
+    """Replay a chain of first choices or a static tree; return its counts and its rounds."""
     room, began = batch.room.tolist(), []  # type: tuple[list[int], list[tuple[int, int]]]
     if isinstance(shape, Chain):  # first choices are enough, and faster
         hits = chain_hits(head, frozen, batch, shape.gamma)
@@ -198,24 +196,18 @@ def _replayed(
         depth, paths = max(map(len, shape.paths)), shape.paths
         ranks = tables(head, frozen, batch, depth, Sampling()).ranks
     counts = replay_paths(ranks, room, paths, began)
-    _sort([(at, 1, emitted) for at, emitted in began], batch, by_place, by_context)
-    return counts
+    return counts, [(at, 1, emitted) for at, emitted in began]
 
 
-def _sort(
-    began: Iterable[tuple[int, float, float]],
-    batch: PackedBatch,
-    by_place: SizeClasses,
-    by_context: SizeClasses,
-) -> None:
-    """Sort rounds by where they began: of each row in order, how many, and what they emitted in all."""
+def _sort(began: Iterable[Began], batch: PackedBatch, categories: Sequence[str], by_kind: ByKind) -> None:
+    """Sort the rounds of a batch whose documents have these categories."""
     before = (batch.position[batch.rows] + 2).tolist()  # tokens of the text when row t guesses x[t+2]
+    document = (torch.searchsorted(batch.row_starts, batch.rows, right=True) - 1).tolist()
     room, first = batch.room.tolist(), 0
     for at, rounds, emitted in began:
         if at >= first + room[first]:  # the next answer
             first = at
-        by_place.add(at - first + 1, emitted, rounds)
-        by_context.add(before[at], emitted, rounds)
+        by_kind.add(categories[document[at]], at - first + 1, before[at], emitted, rounds)
 
 
 def _identity(target: str, dtype: str, trust_remote_code: bool) -> dict[str, Any]:

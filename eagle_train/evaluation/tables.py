@@ -15,9 +15,17 @@ _COLUMNS = (*_NAMES.split(), *_RATES.split())
 
 
 def rows(reports: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return one flat dict per report of `evaluate` and way of decoding, plain decoding included."""
+    """Return one flat dict per report of `evaluate` and way of decoding, plain decoding included.
+
+    A report of `predict` gives one, without speeds.
+    """
     found = []
     for report in reports:
+        if report.get("predicted"):
+            named = {"set": report["texts"], "method": report["kind"], "source": report["head"]}
+            own = {name: report.get(name) for name in _COLUMNS}
+            found.append({**own, **named, "draft": draft_name(report["tree"])})
+            continue
         where = {"set": set_name(report), "temperature": report["temperature"]}
         rate = report["plain"]["tokens_per_second"]
         alone = {"tau": 1.0, "speedup": 1.0, "tokens_per_second": rate, "plain_tokens_per_second": rate}

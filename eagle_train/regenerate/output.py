@@ -113,6 +113,7 @@ def _line(asked: Asked, answers: list[Answer], made_by: dict[str, Any]) -> dict[
     records = [answer.record() for answer in answers]
     messages = [*asked.messages(len(answers) - 1, records), records[-1]]
     named = {} if conversation.record_id is None else {"id": conversation.record_id}
+    named |= {"category": conversation.category} if conversation.category else {}
     tools = {"tools": list(conversation.tools)} if conversation.tools else {}
     return {**named, "row_id": asked.row_id, "messages": messages, **tools, "generated_by": made_by}
 

@@ -102,8 +102,10 @@ def _check_header(header: dict[str, Any]) -> None:
     for name, kind in _HEADER.items():
         if type(header[name]) is not kind:
             raise TypeError(f"{name}: {str(header[name])[:40]!r}")
-    if not all(isinstance(text, str) for text in header["row_ids"] + header["conversation_ids"]):
-        raise TypeError("row_ids or conversation_ids: not texts")
+    for name in ("row_ids", "conversation_ids", "categories"):
+        texts = header.get(name, header["row_ids"])
+        if len(texts) != len(header["row_ids"]) or not all(isinstance(text, str) for text in texts):
+            raise TypeError(f"{name}: not a text for each row")
 
 
 def open_shard(path: Path) -> ShardFile:

@@ -198,8 +198,11 @@ def _index(shards: Sequence[ShardFile]) -> dict[str, Tensor]:
         "span_starts": torch.cat([zero, counts[order].cumsum(0)]),
         "spans": torch.cat(spans) if spans else torch.zeros((0, 2), dtype=torch.int64),
     }
-    for name in ("row_ids", "conversation_ids"):
-        texts = [text for shard in shards for text in shard.header[name]]
+    for name in ("row_ids", "conversation_ids", "categories"):
+        if not any(name in shard.header for shard in shards):
+            continue  # no row of any has a category
+        parts = (shard.header.get(name) or [""] * len(shard.header["row_ids"]) for shard in shards)
+        texts = [text for part in parts for text in part]
         body = json.dumps([texts[i] for i in order.tolist()], ensure_ascii=False).encode()
         tensors[name] = torch.frombuffer(bytearray(body), dtype=torch.uint8)
     return tensors

@@ -8,7 +8,7 @@ dealt to the shards like cards, so that every shard holds all lengths and about 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import ceil
 from typing import Any
 
@@ -32,6 +32,7 @@ class RowTable:
     spans: list[list[Span]]  # answers, [first, last] inclusive
     row_ids: list[str]
     conversation_ids: list[str]
+    categories: list[str] = field(default_factory=list)  # of each row; empty where no row has one
 
     @classmethod
     def of(cls, dataset: Any) -> RowTable:
@@ -42,13 +43,15 @@ class RowTable:
         import pyarrow.compute as compute
 
         arrow = dataset.with_format("arrow")
-        columns = arrow.select_columns(["row_id", "conversation_id", "spans"])[:].to_pydict()
+        names = ["row_id", "conversation_id", "spans", "category"]
+        columns = arrow.select_columns([n for n in names if n in arrow.column_names])[:].to_pydict()
         lengths = compute.list_value_length(arrow.select_columns(["input_ids"])[:]["input_ids"])
         table = cls(
             lengths=np.asarray(lengths.to_numpy(), dtype=np.int64),
             spans=[[(int(s), int(e)) for s, e in spans] for spans in columns["spans"]],
             row_ids=[str(row_id) for row_id in columns["row_id"]],
             conversation_ids=[str(name) for name in columns["conversation_id"]],
+            categories=[str(name or "") for name in columns.get("category", [])],
         )
         for row_id, length, spans in zip(table.row_ids, table.lengths, table.spans, strict=True):
             for s, e in spans:

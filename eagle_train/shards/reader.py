@@ -106,6 +106,11 @@ class Shards(RowSource):
         self._layers = None if list(layer_ids) == held else [held.index(k) for k in layer_ids]
         self.info = {**self._listed, "layer_ids": list(layer_ids)}
 
+    @cached_property
+    def categories(self) -> list[str]:
+        """What kind of conversation each row is of, by the rows' own words; empty where they say nothing."""
+        return _texts(self._index["categories"]) if "categories" in self._index else [""] * self.num_rows
+
     def frozen_target(self) -> FrozenTarget:
         """Load the target's embedding and output map.
 

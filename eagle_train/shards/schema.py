@@ -20,7 +20,7 @@ With top labels (eagle3 alone, whose heads read ``last`` for nothing but the lab
     label_logp [M, k], their log-probabilities over all of it: float32 with codec fp32, else float16.
 
 Its header (safetensors metadata, one key, JSON): the plan's identity, the shard's number, row and
-conversation ids, rows skipped, and the SHA-256 of every tensor.
+conversation ids, categories where a row of it has one, rows skipped, and the SHA-256 of every tensor.
 """
 
 from __future__ import annotations

@@ -47,6 +47,7 @@ def file_size(plan: Plan, number: int, table: RowTable) -> int:
 
 def _index_size(table: RowTable) -> int:
     """Five numbers a row, two a span, and the ids."""
-    ids = (json.dumps(names, ensure_ascii=False) for names in (table.row_ids, table.conversation_ids))
+    listed = (table.row_ids, table.conversation_ids, *([table.categories] if any(table.categories) else []))
+    ids = (json.dumps(names, ensure_ascii=False) for names in listed)
     spans = sum(len(spans) for spans in table.spans)
     return 8 * (5 * len(table) + 1 + 2 * spans) + sum(len(text.encode()) for text in ids)

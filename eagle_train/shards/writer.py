@@ -146,6 +146,7 @@ def shard_header(
     shard = plan.shards[number]
     rows = [row for row in shard.rows if row not in bad]
     labels = sum(num_labels(table.spans[row]) for row in rows)
+    categories = [table.categories[row] for row in rows] if table.categories else []
     return {
         "format_version": FORMAT_VERSION,
         "plan": plan.identity,
@@ -155,6 +156,7 @@ def shard_header(
         "labels": labels,
         "row_ids": [table.row_ids[row] for row in rows],
         "conversation_ids": [table.conversation_ids[row] for row in rows],
+        **({"categories": categories} if any(categories) else {}),
         "skipped": [_skipped(table, row) for row in bad],
         "checksums": checksums,
     }

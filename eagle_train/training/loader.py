@@ -64,9 +64,13 @@ class Loader:
 
     def evaluation(self, rows: Sequence[int]) -> Iterator[PackedBatch]:
         """Yield this process's share of `rows`, which may be nothing."""
+        return (batch for _, batch in self.numbered(rows))
+
+    def numbered(self, rows: Sequence[int]) -> Iterator[tuple[list[int], PackedBatch]]:
+        """Do the same, each batch behind the numbers of its rows."""
         for mine in self._dealt(rows):
             if mine:
-                yield self._read(mine)
+                yield mine, self._read(mine)
 
     def _dealt(self, rows: Sequence[int]) -> list[list[int]]:
         self.source.verify_rows(rows)  # this process's share, before anybody's update depends on it

@@ -316,3 +316,15 @@ def test_reasons_are_few_and_keep_a_few_examples() -> None:
     both = skipped + skipped
     assert both.by_count() == {"unknown role": 2000}
     assert both.examples == skipped.examples
+
+
+@pytest.mark.parametrize(
+    ("given", "kept"), [("sea", "sea"), (3, "3"), (None, ""), (["a"], ""), ("\ud800?", "??"), (KeyError, "")]
+)
+def test_a_category_is_kept_as_text_and_makes_no_record_bad(given: Any, kept: str) -> None:
+    named = {} if given is KeyError else {"category": given}
+    turns = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
+    token_row = {"input_ids": [5, 6], "loss_mask": [0, 1]}
+    for record in ({"messages": turns}, token_row):
+        assert read_record({**record, **named}, "file#1").category == kept
+    assert read_prompts({"turns": ["Hi"], **named}, "file#1").category == kept

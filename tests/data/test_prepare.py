@@ -5,16 +5,19 @@ from __future__ import annotations
 import json
 import os
 import re
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from eagle_train.data import encoding
+from eagle_train.data.inspect import count_lines
 from eagle_train.data.prepare import prepare
 from eagle_train.data.rows import open_rows
 from eagle_train.data.templates import parse_arguments
 from eagle_train.data.tokenizer import load_tokenizer
+from eagle_train.demo import built_in_conversations
 from eagle_train.errors import UserError
 
 from .small import make, talk, target_with, write
@@ -352,3 +355,37 @@ def test_a_file_whose_name_is_no_text(tmp_path: Path, target: Path) -> None:
     summary = make(data, target, tmp_path / "rows")
     assert open_rows(tmp_path / "rows").dataset["source"][:] == ["a\ufffd.jsonl#1"]
     assert summary["inputs"][0]["name"] == "a\ufffd.jsonl"
+
+
+def test_rows_keep_the_category_of_their_conversation(tmp_path: Path, target: Path) -> None:
+    """Of every row that a conversation gives; and again where rows themselves are prepared."""
+    talks = [talk("Hi", "Hello", category="sea"), talk("Hi", "Hello you"), talk("Ho", "He", category=7)]
+    data = write(tmp_path / "a.jsonl", talks)
+    summary = make(data, target, tmp_path / "rows")
+    rows = open_rows(tmp_path / "rows")
+    assert list(rows.dataset["category"]) == ["sea", "", "7"]
+    assert summary["categories"] == {"sea": 1, "": 1, "7": 1}
+    assert "rows by category: sea 1, none 1, 7 1" in count_lines(summary)
+    make(tmp_path / "rows", target, tmp_path / "again")
+    again = open_rows(tmp_path / "again")
+    assert list(again.dataset["category"]) == ["sea", "", "7"]
+    assert list(again.dataset["row_id"]) == list(rows.dataset["row_id"])
+
+
+def test_the_shipped_conversations_have_their_categories(tmp_path: Path, target: Path) -> None:
+    summary = make(built_in_conversations(), target, tmp_path / "rows", max_length=8192)
+    named = ["extraction", "reasoning", "science", "humanities", "mathematics", "advice", "summarising"]
+    wanted = {**dict.fromkeys(("writing", "coding"), 45), **dict.fromkeys(named, 40), "multilingual": 35}
+    assert summary["categories"] == wanted
+    assert Counter(open_rows(tmp_path / "rows").dataset["category"]) == wanted
+
+
+def test_rows_whose_category_is_no_text_are_refused(tmp_path: Path, target: Path) -> None:
+    import datasets
+
+    make(write(tmp_path / "a.jsonl", [talk("Hi", "Hello")]), target, tmp_path / "rows")
+    dataset = datasets.load_from_disk(str(tmp_path / "rows"))
+    dataset.add_column("category", [3]).save_to_disk(str(tmp_path / "edited"))
+    (tmp_path / "edited" / "rows.json").write_text((tmp_path / "rows" / "rows.json").read_text())
+    with pytest.raises(UserError, match=r"column category is Value\('int64'\), wanted Value\('string'\)"):
+        open_rows(tmp_path / "edited")

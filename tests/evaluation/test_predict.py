@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import csv
+import html
+import io
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +34,10 @@ from eagle_train.targets.load import Target, load_target
 from eagle_train.training.held_out import split
 from eagle_train.training.loop import train
 
-QUESTIONS = [Question(str(i), "", (f"Question {i}: " + "why is it so? " * i,)) for i in range(4)]
+QUESTIONS = [
+    Question(str(i), ("sea", "", "moon", "sea")[i], (f"Question {i}: " + "why is it so? " * i,))
+    for i in range(4)
+]
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +66,8 @@ def write_answers(target: Target, file: Path) -> None:
 def record_of(target: Target, question: Question, made: Generation) -> dict[str, Any]:
     text = target.tokenizer.decode(made.ids, skip_special_tokens=True)
     answer = {"role": "assistant", "content": text, "answer_ids": made.ids, "finished": made.ended}
-    return {"id": question.id, "messages": [{"role": "user", "content": question.turns[0]}, answer]}
+    named = {"category": question.category} if question.category else {}
+    return {"id": question.id, **named, "messages": [{"role": "user", "content": question.turns[0]}, answer]}
 
 
 def write_records(target: Target, records: list[dict[str, Any]], file: Path) -> None:
@@ -106,7 +114,8 @@ def test_predicted_figures_of_answers_equal_the_measured_ones(
     head = trained[kind] / "last"
     predicted = predict(head, answered[0], str(tiny_target_dir), gamma=3, dtype="fp32", show=False)
     measured = evaluate(head, target, QUESTIONS, [Chain(3)], max_new_tokens=24, show=False)
-    for name in ("tau", "rounds", "tokens", "accepted_histogram", "accepted_by_position", "tree"):
+    names = ["tau", "rounds", "tokens", "accepted_histogram", "accepted_by_position", "tree"]
+    for name in (*names, "tau_by_category", "tau_by_place", "tau_by_context"):
         assert predicted[name] == measured[name], name
     assert predicted["tau"] > 1.3
     assert all(count > 0 for count in predicted["accepted_histogram"][:3])
@@ -122,7 +131,7 @@ def test_trees_and_stopping_chains_are_predicted_too(target, answered, trained, 
     everything = range(open_shards(answered[1][kind]).num_rows)
     predicted = predict(head, answered[1][kind], draft=draft, rows=everything, show=False)
     measured = evaluate(head, target, QUESTIONS, [draft], max_new_tokens=24, show=False)
-    names = ["tau", "rounds", "tokens", "tree", "tau_by_place", "tau_by_context"]
+    names = ["tau", "rounds", "tokens", "tree", "tau_by_category", "tau_by_place", "tau_by_context"]
     if not isinstance(draft, Chain):
         names += ["accepted_histogram"]
     for name in names:
@@ -145,6 +154,11 @@ def test_a_sampled_chain_is_expected_to_take_the_rounds_it_took(target, answered
     assert {"1-1", "2-3", "4-7"} <= set(warm["tau_by_place"])
     assert all(1 <= tau <= 4 for key in ("place", "context") for tau in warm[f"tau_by_{key}"].values())
     assert "tau by context" in "\n".join(predicted_lines(warm))
+    assert set(warm["tau_by_category"]) == {"moon", "sea"}
+    by_category = f"sea {warm['tau_by_category']['sea']:.2f}"
+    assert f"  tau by category           moon {warm['tau_by_category']['moon']:.2f}, {by_category}" in (
+        predicted_lines(warm)
+    )
 
 
 @pytest.fixture(scope="module")
@@ -233,3 +247,27 @@ def test_what_cannot_be_predicted_from_is_refused(tiny_shards_eagle1_dir, tiny_s
     sizes = {**target.config.to_dict(), "vocab_size": 301}
     with pytest.raises(UserError, match="300 tokens, the head was made for 301"):
         predict(build_head(HeadConfig.for_target(sizes, "eagle3")), tiny_shards_dir, show=False)
+
+
+def test_predicted_figures_are_kept_as_page_table_and_record(answered, trained, tmp_path, capsys):
+    """The page draws what there is to draw: no speed, and categories only where rows have some."""
+    from eagle_cli.main import main
+
+    shards, files = answered[1]["eagle3"], [tmp_path / f"out.{ending}" for ending in ("html", "csv", "json")]
+    options = [word for file in files for word in ("--report", str(file))]
+    for warm, figures in (((), ("position", "accepted guesses")), (("--temperature", "1"), ())):
+        with pytest.raises(SystemExit) as left:
+            main(["eval", str(trained["eagle3"] / "last"), "--predict", str(shards), *options, *warm])
+        assert left.value.code == 0
+        assert f"written: {files[0]}, {files[1]}, {files[2]}" in capsys.readouterr().out
+        (report,) = json.loads(files[2].read_text())["reports"]
+        (row,) = csv.DictReader(io.StringIO(files[1].read_text()))
+        assert (float(row["tau"]), row["speedup"], row["draft"]) == (report["tau"], "", "chain of 3")
+        page = files[0].read_text()
+        captions = re.findall("<figcaption>(.*?)</figcaption>", page)
+        wanted = (*figures, "category", "tokens of the answer", "tokens of the text")
+        assert len(captions) == len(wanted)
+        for caption, words in zip(captions, wanted, strict=True):
+            assert words in caption
+        assert f"<pre>{html.escape(predicted_lines(report)[0])}" in page
+        assert ">moon</text>" in page

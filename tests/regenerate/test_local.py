@@ -357,3 +357,12 @@ def test_what_was_left_out_is_named(tmp_path: Path, target: Target) -> None:
         "  skipped        1  no conversation in the record (first a.jsonl#3)",
         f"  damaged        1  records; the first at {data}:5 (record 5)",
     ]
+
+
+def test_a_conversation_keeps_its_category(tmp_path: Path, target: Target) -> None:
+    first, second = chats(2)
+    data = write(tmp_path / "a.jsonl", [{**first, "category": "sea"}, second])
+    make(data, target, tmp_path / "out.jsonl")
+    lines = read(tmp_path / "out.jsonl")
+    assert lines[0]["category"] == "sea"
+    assert "category" not in lines[1]

@@ -270,3 +270,36 @@ def test_a_wrong_command_is_one_line(
 ) -> None:
     assert _run(*arguments) == 2
     assert words in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_categories_stay_with_their_rows_whatever_becomes_of_the_shards(
+    tiny_shards_dir: Path, tiny_conversations: Path, tiny_target_dir: Path, tmp_path: Path
+) -> None:
+    """Extracted, cut apart, put together with shards that know of none, and listed anew."""
+    from eagle_train.data.prepare import prepare
+
+    talks = [json.loads(line) for line in tiny_conversations.read_text().splitlines()]
+    talks = [{**talk, "category": f"kind {i % 3}"} if i % 4 else talk for i, talk in enumerate(talks)]
+    for talk in talks:
+        talk["messages"][0]["content"] += " Tell me."  # no row of the other shards
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(talk) + "\n" for talk in talks))
+    prepare([str(tmp_path / "a.jsonl")], str(tiny_target_dir), tmp_path / "rows", show=False)
+    how: dict[str, Any] = {"codec": "fp32", "dtype": "fp32", "device": "cpu", "batch_tokens": 512}
+    extract(tmp_path / "rows", tiny_target_dir, tmp_path / "shards", show=False, **how)
+    wanted = [talk.get("category", "") for talk in talks]
+    named = open_shards(tmp_path / "shards")
+    assert len(named.info["shards"]) > 1
+    assert named.categories == wanted
+    without = open_shards(tiny_shards_dir)
+    assert without.categories == [""] * 24
+    assert "categories" not in without._index
+    assert b"categories" not in (tiny_shards_dir / "shard-00000.safetensors").read_bytes()
+    upkeep.merge([tiny_shards_dir, tmp_path / "shards"], tmp_path / "merged", show=False)
+    assert open_shards(tmp_path / "merged").categories == [*[""] * 24, *wanted]
+    assert not upkeep.verify(tmp_path / "merged", show=False)["faults"]
+    upkeep.split(tmp_path / "merged", tmp_path / "parts", 2, show=False)
+    by_row = dict(zip(named.row_ids, named.categories, strict=True))
+    for part in (tmp_path / "parts" / "part-0", tmp_path / "parts" / "part-1"):
+        found = open_shards(part)
+        assert found.categories == [by_row.get(row, "") for row in found.row_ids]
+        assert any(found.categories)
