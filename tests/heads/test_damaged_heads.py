@@ -225,7 +225,7 @@ def test_a_pickle_must_hold_plain_tensors_by_name(change, words, tmp_path):
     (folder / "model.safetensors").unlink()
     torch.save(eagle1_tensors() | change, folder / "pytorch_model.bin")
     with pytest.raises(UserError, match=words) as told:
-        read_foreign(folder, Told(pickled=True))
+        read_foreign(folder)
     assert not any(word in str(told.value) for word in ("\x1b", "\n", "weights_only"))
 
 
