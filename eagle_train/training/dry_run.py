@@ -19,6 +19,7 @@ from eagle_train.config import Recipe
 from eagle_train.heads.disk import Head
 from eagle_train.losses.acceptance import AcceptanceCounts, chain_hits, greedy_chain
 from eagle_train.shards.batches import PackedBatch
+from eagle_train.training.description import describe
 from eagle_train.training.loader import Micro
 from eagle_train.training.processes import join_processes, pick_precision
 from eagle_train.training.session import Session, build_session
@@ -65,7 +66,7 @@ def dry_run(
     hasty = replace(recipe, optim=replace(recipe.optim, name="adamw", lr=LEARNING_RATE, ema=0.0))
     session = build_session(processes, source, hasty, Path("dry run"), None, init_from, deepspeed)
     show = show and processes.is_main
-    description = session.describe().splitlines()[0]
+    description = describe(session).splitlines()[0]
     if show:
         print(description, file=sys.stderr)
     micros = _one_row(session)

@@ -19,6 +19,7 @@ from typing import Any
 from eagle_train.config import Recipe
 from eagle_train.errors import UserError
 from eagle_train.progress import Progress, counted, progress
+from eagle_train.training.description import describe, summary
 from eagle_train.training.interrupt import Interrupt
 from eagle_train.training.loader import ReadAhead
 from eagle_train.training.metrics import Log, Meter, evaluated, note
@@ -65,10 +66,10 @@ def train(
 def _train(session: Session, trackers: Sequence[str], show: bool) -> dict[str, Any]:
     out, recipe, processes = session.out, session.recipe, session.processes
     if show:
-        print(session.describe(), file=sys.stderr)
+        print(describe(session), file=sys.stderr)
     if session.finished and not session.evaluation_due:
         session.check_taken()
-        return session.summary()
+        return summary(session)
     left = None if session.num_steps is None else session.num_steps - session.state.step
     with (
         Interrupt() as interrupt,
@@ -85,7 +86,7 @@ def _train(session: Session, trackers: Sequence[str], show: bool) -> dict[str, A
             print(f"{out}: {saved}; the same command again goes on from there", file=sys.stderr)
         raise KeyboardInterrupt
     session.check_taken()
-    return session.summary()
+    return summary(session)
 
 
 def _catch_up(session: Session, interrupt: Interrupt, log: Log) -> bool:

@@ -13,7 +13,7 @@ import torch
 from eagle_train.config import Recipe
 from eagle_train.errors import UserError
 from eagle_train.losses.acceptance import AcceptanceCounts
-from eagle_train.progress import counted, parameters_text
+from eagle_train.progress import counted
 from eagle_train.shards.row_source import RowSource
 from eagle_train.shards.sampler import Plan, Window
 from eagle_train.training import build, checkpoints, run_folder
@@ -110,64 +110,6 @@ class Session:
                 checkpoints.save_checkpoint(self.out, head, trainer, self.state)
                 checkpoints.prune(self.out, self.recipe.run.keep_last, self.state)
         self.processes.wait()
-
-    def describe(self) -> str:
-        """Return what is about to be trained, in a line or two."""
-        facts, run = self.facts, self.recipe.run
-        vocabulary = (
-            f"draft vocabulary {facts['draft_vocab_size']:,} ({facts['coverage']:.1%} of answer tokens)"
-        )
-        length = f"{run.minutes:g} minutes" if self.num_steps is None else counted(self.num_steps, "step")
-        text = (
-            f"{self.out}: {self.recipe.head.kind} head of {parameters_text(facts['num_parameters'])}, "
-            f"{vocabulary}; {counted(facts['train_rows'], 'row')} to train on, {facts['held_out_rows']:,} "
-            f"held out; "
-            f"{length} in {facts['precision']} on {facts['processes']} x {facts['device']}"
-        )
-        if facts["label_top_k"]:
-            text += f"; labels are the {facts['label_top_k']} likeliest tokens"
-            if facts["label_mass"] is not None:
-                text += f", {facts['label_mass']:.2%} of the target's probability"
-            text += "; the rest is spread evenly"
-        if facts["rows_without_labels"]:
-            text += f"; {counted(facts['rows_without_labels'], 'row')} left out, all answers single tokens"
-        if self.features:
-            text += f"\n{self.out}: {self.features}"
-        warm_up = self.recipe.schedule.warmup_steps
-        if self.num_steps is not None and 2 * warm_up > self.num_steps:
-            text += (
-                f"\n{self.out}: warm-up takes {warm_up:,} of {self.num_steps:,} steps, so little is learned; "
-                f"train longer, in smaller steps, or give --set schedule.warmup_steps={self.num_steps // 10}"
-            )
-        if self.state.step:
-            done = ", where it is finished" if self.finished else ""
-            text += f"\n{self.out}: going on from step {self.state.step:,}{done}"
-        if run.minutes:
-            text += (
-                f"\n{self.out}: run.minutes bounds it, so a resumed run is not bit-equal to an unbroken one"
-            )
-        return text
-
-    def summary(self) -> dict[str, Any]:
-        """Return what was made, for people and machines."""
-        state = self.state
-        return {
-            "out": str(self.out),
-            "head": str(self.out / "best"),
-            "recipe": self.recipe.name,
-            "kind": self.recipe.head.kind,
-            "steps": state.step,
-            "tokens": state.tokens,
-            "seconds": round(state.seconds, 1),
-            "skipped": state.skipped,
-            "tau": state.tau,
-            "best_tau": state.best_tau,
-            "best_step": state.best_step,
-            "out_of_patience": self.out_of_patience,
-            "gamma": self.recipe.run.eval_gamma,
-            "target": self.engine.head.config.target,
-            **self.facts,
-        }
 
     def check_taken(self) -> None:
         """Raise UserError where at least half of the run's steps were skipped, however short it was."""
