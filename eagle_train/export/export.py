@@ -21,9 +21,9 @@ from eagle_train.heads.config import HeadConfig
 from eagle_train.heads.disk import CONFIG, WEIGHTS, Head, head_tensors
 from eagle_train.heads.foreign import read_any
 from eagle_train.io import replacing_folder, save_tensors, sha256_file, write_json, write_text
+from eagle_train.progress import bytes_text
 from eagle_train.provenance import tool_version
 from eagle_train.targets.load import DTYPES, parse_dtype
-from eagle_train.targets.survey import bytes_text
 
 CARD = "README.md"
 _MADE_BY = "eagle export"

@@ -19,8 +19,8 @@ from eagle_train.heads.disk import CONFIG, WEIGHTS, Head, load_head, save_head
 from eagle_train.heads.foreign import ForeignHead, is_foreign, read_foreign
 from eagle_train.heads.foreign_config import Told
 from eagle_train.io import replacing_folder, sha256_file, write_json
+from eagle_train.progress import bytes_text
 from eagle_train.provenance import tool_version
-from eagle_train.targets.survey import bytes_text
 
 _MADE_BY = "eagle import"
 _FILES = {CONFIG, WEIGHTS, PROVENANCE}
