@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from eagle_train.data.prepare import prepare
-from eagle_train.decoding.drafters import Chain, Dynamic
+from eagle_train.decoding.shapes import Chain, Dynamic
 from eagle_train.evaluation.evaluate import evaluate
 from eagle_train.export.export import export
 from eagle_train.io import make_folder, write_json

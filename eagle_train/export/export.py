@@ -12,7 +12,7 @@ import torch
 
 from eagle_train.errors import UserError
 from eagle_train.export.card import is_hub_id, model_card, serve_command
-from eagle_train.export.folder import PROVENANCE, check_free, folder_bytes
+from eagle_train.export.folder import check_free, folder_bytes
 from eagle_train.export.layout import GUESSES, as_served, check_engine, engine_config, engine_tensors
 from eagle_train.export.refusals import refusals
 from eagle_train.export.source import Source, TargetFacts, find_source
@@ -24,6 +24,7 @@ from eagle_train.io import replacing_folder, save_tensors, sha256_file, write_js
 from eagle_train.progress import bytes_text
 from eagle_train.provenance import tool_version
 from eagle_train.targets.load import DTYPES, parse_dtype
+from eagle_train.training.trained_on import PROVENANCE
 
 CARD = "README.md"
 _MADE_BY = "eagle export"

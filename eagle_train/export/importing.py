@@ -12,7 +12,7 @@ from torch import Tensor
 
 from eagle_train.errors import UserError
 from eagle_train.evaluation.heads import find_head
-from eagle_train.export.folder import PROVENANCE, check_free, folder_bytes
+from eagle_train.export.folder import check_free, folder_bytes
 from eagle_train.export.layout import SWITCHES
 from eagle_train.export.source import find_target_config, text_config
 from eagle_train.heads.disk import CONFIG, WEIGHTS, Head, load_head, save_head
@@ -21,6 +21,7 @@ from eagle_train.heads.foreign_config import Told
 from eagle_train.io import replacing_folder, sha256_file, write_json
 from eagle_train.progress import bytes_text
 from eagle_train.provenance import tool_version
+from eagle_train.training.trained_on import PROVENANCE
 
 _MADE_BY = "eagle import"
 _FILES = {CONFIG, WEIGHTS, PROVENANCE}

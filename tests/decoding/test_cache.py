@@ -8,9 +8,10 @@ import pytest
 import torch
 
 from eagle_train.decoding.cache import HeadCache, TargetCache
-from eagle_train.decoding.drafters import Chain, Dynamic, HeadDrafter, Static
+from eagle_train.decoding.drafters import HeadDrafter
 from eagle_train.decoding.loop import Settings, generate, plain
 from eagle_train.decoding.reader import TargetReader
+from eagle_train.decoding.shapes import Chain, Dynamic, Static
 from eagle_train.decoding.trees import Tree
 from eagle_train.errors import UserError
 from eagle_train.heads.config import HeadConfig

@@ -10,11 +10,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from eagle_train.decoding.drafters import Chain, Dynamic, HeadDrafter, Static
+from eagle_train.decoding.drafters import HeadDrafter
 from eagle_train.decoding.law import TargetLaw, logits_of_rows
 from eagle_train.decoding.loop import Settings, generate, plain
 from eagle_train.decoding.reader import Rows, TargetReader
 from eagle_train.decoding.sampling import Chance, Sampling, SeededChance, distribution, penalised
+from eagle_train.decoding.shapes import Chain, Dynamic, Static
 from eagle_train.decoding.trees import EAGLE1_PATHS, StaticShape, Tree
 from eagle_train.errors import UserError
 from eagle_train.heads.config import HeadConfig

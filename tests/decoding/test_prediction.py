@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from eagle_train.decoding.drafters import Chain, HeadDrafter
+from eagle_train.decoding.drafters import HeadDrafter
 from eagle_train.decoding.loop import Settings, generate, plain
+from eagle_train.decoding.shapes import Chain
 from eagle_train.heads.config import HeadConfig
 from eagle_train.heads.disk import Head, build_head
 from eagle_train.losses.acceptance import AcceptanceCounts, chain_hits, greedy_chain

@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from eagle_train.decoding.drafters import Chain, Dynamic, HeadDrafter, Static
+from eagle_train.decoding.drafters import HeadDrafter
 from eagle_train.decoding.loop import Settings, generate, plain
+from eagle_train.decoding.shapes import Chain, Dynamic, Static
 from eagle_train.evaluation.questions import conversations, read_questions
 from eagle_train.heads.config import HeadConfig
 from eagle_train.heads.disk import Head, build_head

@@ -9,9 +9,10 @@ import pytest
 import torch
 
 from eagle_train.decoding import loop
-from eagle_train.decoding.drafters import Chain, Dynamic, HeadDrafter, Static
+from eagle_train.decoding.drafters import HeadDrafter
 from eagle_train.decoding.loop import Generation
 from eagle_train.decoding.sampling import Sampling
+from eagle_train.decoding.shapes import Chain, Dynamic, Static
 from eagle_train.errors import UserError
 from eagle_train.evaluation import comparison
 from eagle_train.evaluation.evaluate import evaluate

@@ -8,9 +8,10 @@ import pytest
 import torch
 
 from eagle_train.decoding.batch import Job, generate_together
-from eagle_train.decoding.drafters import Chain, Dynamic, HeadDrafter
+from eagle_train.decoding.drafters import HeadDrafter
 from eagle_train.decoding.loop import Settings, generate, plain
 from eagle_train.decoding.sampling import SeededChance
+from eagle_train.decoding.shapes import Chain, Dynamic
 from eagle_train.export.export import export
 from eagle_train.heads.disk import EagleHead, load_head
 from eagle_train.shards.frozen_target import FrozenTarget

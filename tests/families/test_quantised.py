@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from eagle_train.decoding.drafters import Chain, Dynamic, HeadDrafter
+from eagle_train.decoding.drafters import HeadDrafter
 from eagle_train.decoding.loop import Settings, generate, plain
+from eagle_train.decoding.shapes import Chain, Dynamic
 from eagle_train.errors import UserError
 from eagle_train.export.export import export
 from eagle_train.heads.disk import load_head

@@ -10,9 +10,10 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from eagle_train.decoding.drafters import Dynamic, HeadDrafter, Static
+from eagle_train.decoding.drafters import HeadDrafter
 from eagle_train.decoding.reader import Rows
 from eagle_train.decoding.sampling import SeededChance
+from eagle_train.decoding.shapes import Dynamic, Static
 from eagle_train.decoding.trees import EAGLE1_PATHS, StaticShape, Tree, grow_dynamic
 from eagle_train.decoding.verify import verify_greedy
 from eagle_train.heads.config import HeadConfig

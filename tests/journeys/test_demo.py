@@ -7,7 +7,7 @@ import json
 import pytest
 
 import eagle_train.demo as demo_module
-from eagle_train.decoding.drafters import Chain, Dynamic
+from eagle_train.decoding.shapes import Chain, Dynamic
 
 
 @pytest.fixture
