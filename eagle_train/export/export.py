@@ -67,7 +67,8 @@ def export(
     config = replace(served.config, dtype=_long(stored))
     record = _provenance(found, config, engine, head, facts)
     with replacing_folder(final) as folder:
-        save_tensors(folder / WEIGHTS, engine_tensors(head_tensors(served, stored), engine), {"format": "pt"})
+        tensors = engine_tensors(head_tensors(served, stored), config, engine)
+        save_tensors(folder / WEIGHTS, tensors, {"format": "pt"})
         write_json(folder / CONFIG, engine_config(config, engine))
         change = verify(folder, served, config, engine, stored)
         record |= {"weights_sha256": sha256_file(folder / WEIGHTS), "logits_changed_by": change}

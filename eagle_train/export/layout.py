@@ -18,7 +18,7 @@ from torch import Tensor
 
 from eagle_train.errors import UserError, nearest
 from eagle_train.heads.config import HeadConfig
-from eagle_train.heads.disk import Head
+from eagle_train.heads.disk import Head, norm_twins
 from eagle_train.heads.eagle1 import Eagle1Head
 
 ENGINES = ("vllm", "sglang", "speculators", "eagle")
@@ -134,12 +134,14 @@ def _speculators_config(config: HeadConfig) -> dict[str, Any]:
     return found
 
 
-def engine_tensors(tensors: Mapping[str, Tensor], engine: str) -> dict[str, Tensor]:
+def engine_tensors(tensors: Mapping[str, Tensor], config: HeadConfig, engine: str) -> dict[str, Tensor]:
     """Return a head's tensors under the engine's names.
 
-    speculators numbers the first layer; vLLM's Medusa blocks could have several layers.
+    speculators numbers the first layer, and knows no second name of a further one's input norm; vLLM's Medusa
+    blocks could have several layers.
     """
-    return {_engine_name(name, engine): tensor for name, tensor in tensors.items()}
+    twins = set(norm_twins(config)) if engine == "speculators" else set()
+    return {_engine_name(name, engine): tensor for name, tensor in tensors.items() if name not in twins}
 
 
 def _engine_name(name: str, engine: str) -> str:
@@ -173,8 +175,10 @@ def wanted_tensors(config: HeadConfig, engine: str) -> dict[str, tuple[int, ...]
     }
     if config.norm_before_fc:
         wanted["input_norm.weight"] = (config.feature_width,)
-    if config.qk_norm:
-        wanted |= {f"midlayer.self_attn.{one}_norm.weight": (config.head_dim,) for one in ("q", "k")}
+    norms = ("input_layernorm",) if engine == "speculators" else ("input_layernorm", "hidden_norm")
+    for i in range(1, config.num_hidden_layers):
+        wanted |= _layer(config, f"layers.{i}", width=hidden)
+        wanted |= {f"layers.{i}.{norm}.weight": (hidden,) for norm in norms}
     if config.fc_norm:
         wanted |= {f"fc_norm.{i}.weight": (width,) for i in range(config.num_features)}
     if config.reduced_vocabulary:
@@ -219,8 +223,7 @@ def _layer(config: HeadConfig, prefix: str, width: int) -> dict[str, tuple[int, 
     queries = config.num_attention_heads * config.head_dim
     keys = config.num_key_value_heads * config.head_dim
     rows = {"q": queries, "k": keys, "v": keys, "o": hidden}
-    biases = {f"{prefix}.self_attn.{one}_proj.bias": (size,) for one, size in rows.items()}
-    return (biases if config.attention_bias else {}) | {
+    wanted: dict[str, tuple[int, ...]] = {
         f"{prefix}.self_attn.q_proj.weight": (queries, width),
         f"{prefix}.self_attn.k_proj.weight": (keys, width),
         f"{prefix}.self_attn.v_proj.weight": (keys, width),
@@ -230,6 +233,11 @@ def _layer(config: HeadConfig, prefix: str, width: int) -> dict[str, tuple[int, 
         f"{prefix}.mlp.down_proj.weight": (hidden, inner),
         f"{prefix}.post_attention_layernorm.weight": (hidden,),
     }
+    if config.attention_bias:
+        wanted |= {f"{prefix}.self_attn.{one}_proj.bias": (size,) for one, size in rows.items()}
+    if config.qk_norm:
+        wanted |= {f"{prefix}.self_attn.{one}_norm.weight": (config.head_dim,) for one in ("q", "k")}
+    return wanted
 
 
 def _short(dtype: torch.dtype) -> str:

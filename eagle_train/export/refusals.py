@@ -60,7 +60,7 @@ def refusals(
     elif config.fc_bias:
         found.append(f"fc.bias: {name} has no bias on an EAGLE-3 fc alone")
     if config.kind == "eagle3":
-        if config.num_hidden_layers != 1:
+        if engine == "eagle" and config.num_hidden_layers != 1:
             found.append(f"num_hidden_layers is {config.num_hidden_layers}: {name} loads one midlayer")
         found += _layers(config, engine, num_target_layers)
         if engine == "sglang" and target_type in _COUNTS_BY_FIRST and config.feature_layers[:1] != (2,):

@@ -34,14 +34,22 @@ def build_head(config: HeadConfig, draft_ids: Tensor | None = None) -> Head:
 def head_tensors(head: Head, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
     """Return the head's tensors under their names on disk, floats in `dtype` where given.
 
-    A reduced vocabulary adds d2t and t2d; an unreduced one has neither (vLLM refuses them then).
+    A reduced vocabulary adds d2t and t2d; an unreduced one has neither (vLLM refuses them then). The input
+    norm of EAGLE-3's further layers has two names, for vLLM reads input_layernorm and SGLang hidden_norm.
     """
     tensors = {name: value.detach() for name, value in head.named_parameters()}
     if dtype is not None:
         tensors = {name: value.to(dtype) for name, value in tensors.items()}
+    tensors |= {twin: tensors[name].clone() for twin, name in norm_twins(head.config).items()}
     if head.config.reduced_vocabulary:
         tensors |= {"d2t": to_offsets(head.draft_ids), "t2d": head.in_draft}
     return tensors
+
+
+def norm_twins(config: HeadConfig) -> dict[str, str]:
+    """Return the second name on disk of each layer's input norm, by which SGLang reads it, with the first."""
+    numbers = range(1, config.num_hidden_layers if config.kind == "eagle3" else 1)
+    return {f"layers.{i}.hidden_norm.weight": f"layers.{i}.input_layernorm.weight" for i in numbers}
 
 
 def save_head(head: Head, folder: str | os.PathLike[str], dtype: torch.dtype | None = None) -> HeadConfig:
@@ -75,6 +83,7 @@ def load_head(folder: str | os.PathLike[str]) -> Head:
 def head_of_tensors(config: HeadConfig, stored: dict[str, Tensor], where: str) -> Head:
     """Return the head that `stored` holds under the names on disk, d2t and t2d included; strict as above."""
     draft_ids = _draft_ids(stored, config, where)
+    _drop_twins(stored, config, where)
     with torch.device("meta"):
         head = build_head(config, draft_ids if draft_ids is None else draft_ids.to("meta"))
     _check(stored, dict(head.named_parameters()), where)
@@ -90,6 +99,19 @@ def check_finite(tensors: Mapping[str, Tensor], where: str) -> None:
     for name, value in tensors.items():
         if not bool(value.isfinite().all()):
             raise UserError(f"{where}: {name} holds NaN or infinity; no head computes with such a weight")
+
+
+def _drop_twins(stored: dict[str, Tensor], config: HeadConfig, where: str) -> None:
+    """Take the second names of input norms out of `stored`, which must hold the same values."""
+    for twin, name in norm_twins(config).items():
+        if name not in stored or twin not in stored:
+            lost = name if name not in stored else twin
+            raise UserError(f"{where}: not this head's weights: missing {lost}")
+        if not stored.pop(twin).equal(stored[name]):
+            raise UserError(
+                f"{where}: {twin}, which SGLang reads, is not {name}, which vLLM reads in its place; keep "
+                "the one that the head was trained with"
+            )
 
 
 def _draft_ids(stored: dict[str, Tensor], config: HeadConfig, where: str) -> Tensor | None:

@@ -54,7 +54,7 @@ class Eagle1Head(nn.Module):
         fused = self.fc(torch.cat([embeds.to(hidden.dtype), hidden], dim=-1))  # [.., 2H] -> [.., H]
         first = None if len(self.layers) > 1 else rows
         out = self.layers[0](fused, fused, angles, attend, first)
-        return run_further_layers(self.layers[1:], out, angles, attend, rows)  # type: ignore[arg-type]
+        return run_further_layers(list(self.layers)[1:], out, angles, attend, rows)
 
     def carry(self, out: Tensor) -> Tensor:
         """Return the hidden state that the next step reads at the same row: the prediction itself."""

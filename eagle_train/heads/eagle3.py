@@ -59,8 +59,11 @@ class Eagle3Head(nn.Module):
                 [RMSNorm(width, config.rms_norm_eps) for _ in range(config.num_features)]
             )
         self.midlayer = MidLayer(config)
-        self.layers = nn.ModuleList(
-            [Layer(config, i, width=hidden, own_norm=True) for i in range(1, config.num_hidden_layers)]
+        self.layers = nn.ModuleDict(  # by their numbers, of which the midlayer has 0
+            {
+                str(i): Layer(config, i, width=hidden, own_norm=True)
+                for i in range(1, config.num_hidden_layers)
+            }
         )
         self.norm = RMSNorm(hidden, config.rms_norm_eps)
         self.lm_head = nn.Linear(hidden, config.draft_vocab_size, bias=False)
@@ -92,7 +95,7 @@ class Eagle3Head(nn.Module):
         first = None if len(self.layers) else rows
         read, residual = self.midlayer.inputs(hidden, embeds)
         out = self.midlayer(read, residual, angles, attend, first)
-        return run_further_layers(self.layers, out, angles, attend, rows)
+        return run_further_layers(self.layers.values(), out, angles, attend, rows)
 
     def carry(self, out: Tensor) -> Tensor:
         """Return the hidden state that the next step reads at the same row."""

@@ -139,7 +139,11 @@ def to_our_names(stored: dict[str, Tensor], where: str) -> ForeignTensors:
             f"{where}: no draft head that eagle knows: wanted fc.weight with a decoder layer (layers.0.* or "
             f"midlayer.*), found {', '.join(list(stored)[:4]) or 'nothing'}"
         )
-    lm_head = weights.pop("lm_head.weight", None) if kind == "eagle1" else None
+    lm_head = None
+    if kind == "eagle1":
+        lm_head = weights.pop("lm_head.weight", None)
+    else:
+        _complete_norms(weights)
     _complete_biases(weights)
     return ForeignTensors(kind, weights, maps, embedding, lm_head, numbered_first)
 
@@ -169,12 +173,8 @@ def _renamed(name: str) -> str:
 
 
 def _layer_of_eagle3(name: str, numbered_first: bool) -> str:
-    """Call the first layer midlayer, and number those above it from 0."""
-    found = re.match(r"layers\.([0-9]{1,4})\.", name)
-    if not found or not numbered_first:
-        return name
-    number, rest = int(found[1]), name[found.end() :]
-    return f"midlayer.{rest}" if number == 0 else f"layers.{number - 1}.{rest}"
+    """Call the first layer midlayer; those above it keep their numbers."""
+    return re.sub(r"^layers\.0\.", "midlayer.", name) if numbered_first else name
 
 
 def _one_layer_each(weights: dict[str, Tensor], where: str) -> dict[str, Tensor]:
@@ -188,6 +188,14 @@ def _one_layer_each(weights: dict[str, Tensor], where: str) -> dict[str, Tensor]
         if block and block[3] == "weight":
             found.setdefault(f"{block[1]}.bias", value.new_zeros(len(value)))
     return found
+
+
+def _complete_norms(weights: dict[str, Tensor]) -> None:
+    """Give the input norm of EAGLE-3's layers above the first both of its names; see `disk.norm_twins`."""
+    for name in list(weights):
+        if found := re.fullmatch(r"(layers\.[0-9]+)\.(input_layernorm|hidden_norm)\.weight", name):
+            other = "hidden_norm" if found[2] == "input_layernorm" else "input_layernorm"
+            weights.setdefault(f"{found[1]}.{other}.weight", weights[name])
 
 
 def _complete_biases(weights: dict[str, Tensor]) -> None:

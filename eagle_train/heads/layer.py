@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import cast
 
 from torch import Tensor, nn
@@ -87,7 +87,7 @@ class Layer(nn.Module):
 
 
 def run_further_layers(
-    layers: nn.ModuleList,
+    layers: Collection[nn.Module],
     hidden: Tensor,
     angles: tuple[Tensor, Tensor],
     attend: Attend,

@@ -37,6 +37,7 @@ _EAGLE3 = {
 }
 _REDUCED = {**_EAGLE3, "lm_head.weight": (40, 32), "d2t": (40,), "t2d": (96,)}
 _NORMED = {**_EAGLE3, **{f"fc_norm.{i}.weight": (32,) for i in range(3)}}
+_SECOND = {**_layer("layers.1", 32), "layers.1.input_layernorm.weight": (32,)}
 _EAGLE1 = {"fc.weight": (32, 64), **_layer("layers.0", 32)}
 _SIZES = {
     "model_type": "llama",
@@ -144,6 +145,13 @@ _CASES: dict[str, tuple[str, str, dict[str, Any], dict[str, tuple[int, ...]], di
         },
         {**_IDS, "attention_bias": True},
     ),
+    "eagle3, two layers": (
+        "eagle3",
+        "vllm",
+        {"num_hidden_layers": 2},
+        {**_EAGLE3, **_SECOND, "layers.1.hidden_norm.weight": (32,)},
+        {**_IDS, "num_hidden_layers": 2},
+    ),
     "eagle1 for vllm": ("eagle1", "vllm", {}, _EAGLE1, _EAGLE1_VLLM),
     "eagle1 for sglang": ("eagle1", "sglang", {}, {**_EAGLE1, "fc.bias": (32,)}, _EAGLE1_SGLANG),
     "eagle1, llama3 rope": ("eagle1", "vllm", {"llama3": True}, _EAGLE1, {**_EAGLE1_VLLM, **_LLAMA3}),
@@ -162,7 +170,7 @@ _CASES: dict[str, tuple[str, str, dict[str, Any], dict[str, tuple[int, ...]], di
         "eagle1",
         "vllm",
         {"num_hidden_layers": 2},
-        {**_EAGLE1, **_layer("layers.1", 32), "layers.1.input_layernorm.weight": (32,)},
+        {**_EAGLE1, **_SECOND},
         {**_EAGLE1_VLLM, "num_hidden_layers": 2},
     ),
 }
@@ -195,15 +203,15 @@ def test_files_hold_exactly_what_the_engine_loads(case, head_dir, tmp_path):
     ]
 
 
-def test_the_speculators_layout_numbers_its_layer_and_writes_every_switch(head_dir, tmp_path):
-    source = head_dir("eagle3", draft_vocab_size=40, fc_norm=True, llama3=True)
+def test_the_speculators_layout_numbers_its_layers_and_writes_every_switch(head_dir, tmp_path):
+    source = head_dir("eagle3", draft_vocab_size=40, fc_norm=True, llama3=True, num_hidden_layers=2)
     export(source, tmp_path / "out", engine="speculators", dtype="bf16")
     stored, _ = load_tensors(tmp_path / "out" / "model.safetensors")
-    wanted = {**_REDUCED, **{f"fc_norm.{i}.weight": (32,) for i in range(3)}}
+    wanted = {**_REDUCED, **_SECOND, **{f"fc_norm.{i}.weight": (32,) for i in range(3)}}
     assert {name: tuple(tensor.shape) for name, tensor in stored.items()} == {
         name.replace("midlayer.", "layers.0."): shape for name, shape in wanted.items()
     }
-    layer = {**_SIZES, "dtype": "bfloat16", "attention_bias": False, "mlp_bias": False, **_LLAMA3}
+    layer = {**_SIZES, "attention_bias": False, "mlp_bias": False, **_LLAMA3, "num_hidden_layers": 2}
     for name in ("draft_vocab_size", "torch_dtype"):
         del layer[name]
     assert json.loads((tmp_path / "out" / "config.json").read_text()) == {

@@ -35,6 +35,11 @@ def test_sglang_eagle1_bias_is_zero_and_vllm_form_comes_back_from_it(head_dir, t
         ("eagle3", "speculators", {"norm_before_residual": True, "fc_norm": True, "llama3": True}),
         ("eagle1", "vllm", {"llama3": True}),
         ("eagle1", "sglang", {}),
+        ("eagle3", "vllm", {"num_hidden_layers": 3, "norm_output": True}),
+        ("eagle3", "sglang", {"num_hidden_layers": 3, "fc_norm": True}),
+        ("eagle3", "speculators", {"num_hidden_layers": 2}),
+        ("eagle1", "vllm", {"num_hidden_layers": 2}),
+        ("eagle1", "sglang", {"num_hidden_layers": 2}),
     ],
 )
 def test_an_engine_that_reads_only_the_directory_computes_the_trained_logits(
@@ -47,7 +52,7 @@ def test_an_engine_that_reads_only_the_directory_computes_the_trained_logits(
     features = torch.randn(rows, width, generator=generator)
     embeds = torch.randn(2, rows, 32, generator=generator)
     positions = torch.tensor([0, 3, 40, 41, 300, 500])
-    engine_outs = _Engine(out).two_steps(features, embeds, positions)
+    engine_outs = _Engine(out, engine).two_steps(features, embeds, positions)
 
     for folder in (source, out):
         head = read_any(folder)
@@ -81,7 +86,7 @@ def test_the_reference_file_holds_inputs_and_what_an_engine_makes_of_them(head_d
         outputs = reference.pop("states" if kind == "eagle1" else "logits")
         assert set(reference) == {"features", "embeds", "positions"}
         assert all(f"{name}: " in meaning["meaning"] for name in reference)
-        got = _Engine(tmp_path / "out").two_steps(**reference)
+        got = _Engine(tmp_path / "out", "vllm").two_steps(**reference)
         torch.testing.assert_close(got, outputs, rtol=1e-4, atol=1e-5)
 
 
@@ -96,7 +101,7 @@ def _attend(layer, q, k, v):
 class _Engine:
     """The forward of the engines' Llama heads, from config.json's public fields and the tensors alone."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, engine: str) -> None:
         from transformers import LlamaConfig
         from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
@@ -106,12 +111,13 @@ class _Engine:
         self.rotary = LlamaRotaryEmbedding(LlamaConfig.from_dict(layer))
         self.config = {**layer, **self.config}
         stored, _ = load_tensors(folder / "model.safetensors")
-        first = "midlayer." if any("hidden_norm" in name for name in stored) else "layers.0."
-        self.w = {name.replace("layers.0.", first): tensor for name, tensor in stored.items()}
+        self.eagle3 = any("hidden_norm" in name for name in stored)
+        self.w = {name.replace("midlayer.", "layers.0."): tensor for name, tensor in stored.items()}
+        self.input_norm = "hidden_norm" if self.eagle3 and engine == "sglang" else "input_layernorm"
 
     def two_steps(self, features, embeds, positions):
         outs, hidden = [], features
-        if "midlayer.hidden_norm.weight" in self.w:
+        if self.eagle3:
             if self.config.get("norm_before_fc"):
                 hidden = self.norm(hidden, "input_norm")
             if self.config["fc_norm"]:
@@ -119,7 +125,7 @@ class _Engine:
                 hidden = torch.cat([self.norm(x, f"fc_norm.{i}") for i, x in enumerate(parts)], dim=-1)
             hidden = hidden @ self.w["fc.weight"].T
         for step in range(2):
-            out = self.layer(hidden, embeds[step], positions)
+            out = self.layers(hidden, embeds[step], positions)
             hidden = self.norm(out, "norm") if self.config.get("norm_output") else out
             outs.append(out)
         outs = torch.stack(outs)
@@ -127,16 +133,21 @@ class _Engine:
             return outs
         return self.norm(outs, "norm") @ self.w["lm_head.weight"].T
 
-    def layer(self, hidden, embeds, positions):
-        if "midlayer.hidden_norm.weight" in self.w:
-            prefix, residual = "midlayer", hidden
-            normed = self.norm(embeds, "midlayer.input_layernorm"), self.norm(hidden, "midlayer.hidden_norm")
+    def layers(self, hidden, embeds, positions):
+        if self.eagle3:
+            normed = self.norm(embeds, "layers.0.input_layernorm"), self.norm(hidden, "layers.0.hidden_norm")
             inputs = torch.cat(normed, dim=-1)
             residual = normed[1] if self.config.get("norm_before_residual") else hidden
         else:
-            prefix = "layers.0"
             fused = torch.cat([embeds, hidden], dim=-1) @ self.w["fc.weight"].T
             inputs = residual = fused + self.w.get("fc.bias", 0)
+        out = self.layer("layers.0", inputs, residual, positions)
+        for i in range(1, self.config["num_hidden_layers"]):
+            inputs = self.norm(out, f"layers.{i}.{self.input_norm}")
+            out = self.layer(f"layers.{i}", inputs, out, positions)
+        return out
+
+    def layer(self, prefix, inputs, residual, positions):
         hd = self.config["head_dim"]
         q, k, v = (
             (inputs @ self.w[f"{prefix}.self_attn.{n}_proj.weight"].T).unflatten(-1, (-1, hd)) for n in "qkv"

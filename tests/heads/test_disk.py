@@ -42,6 +42,36 @@ def test_eagle1_file_holds_exactly_what_engines_load(tmp_path):
     assert set(stored) == wanted | {"fc.weight"}
 
 
+def test_further_layers_have_their_own_numbers_and_their_input_norm_under_both_engines_names(tmp_path):
+    head = small_head("eagle3", num_hidden_layers=3)
+    save_head(head, tmp_path)
+    stored, _ = load_tensors(tmp_path / "model.safetensors")
+    norms = ("input_layernorm", "hidden_norm", "post_attention_layernorm")
+    further = {name for name in stored if name.startswith("layers.")}
+    assert further == {f"layers.{i}.{name}.weight" for i in (1, 2) for name in (*LAYER, *MLP, *norms)}
+    for i, layer in head.layers.items():
+        for name in ("input_layernorm", "hidden_norm"):
+            assert torch.equal(stored[f"layers.{i}.{name}.weight"], layer.input_layernorm.weight)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda x: x.pop("layers.1.hidden_norm.weight"), r"missing layers\.1\.hidden_norm\.weight"),
+        (lambda x: x.pop("layers.1.input_layernorm.weight"), r"missing layers\.1\.input_layernorm\.weight"),
+        (
+            lambda x: x["layers.1.hidden_norm.weight"].mul_(2),
+            "which SGLang reads, is not layers.1.input_layer",
+        ),
+    ],
+)
+def test_an_input_norm_that_one_engine_would_read_otherwise_is_refused(tmp_path, change, words):
+    save_head(small_head("eagle3", num_hidden_layers=2), tmp_path)
+    _spoil(tmp_path, change)
+    with pytest.raises(UserError, match=words):
+        load_head(tmp_path)
+
+
 def test_an_unreduced_vocabulary_writes_no_maps(tmp_path):
     save_head(small_head("eagle3", draft_vocab_size=60), tmp_path)
     stored, _ = load_tensors(tmp_path / "model.safetensors")

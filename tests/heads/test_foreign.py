@@ -186,12 +186,25 @@ def test_medusa_heads_of_both_layouts_compute_their_own_logits(layout, tmp_path)
         read_foreign(write(tmp_path / "deeper", config, deeper))
 
 
-def test_a_second_layer_is_numbered_from_the_first(tmp_path):
+_SECOND = {**SPECULATORS, "transformer_layer_config": {**SIZES, "num_hidden_layers": 2}}
+
+
+@pytest.mark.parametrize("norms", [["input_layernorm"], ["hidden_norm"], ["input_layernorm", "hidden_norm"]])
+def test_a_second_layer_is_numbered_from_the_first_and_its_input_norm_has_either_name(norms, tmp_path):
     tensors = eagle3_tensors("layers.0") | random_tensors("layers.1", H, seed=5)
-    tensors["layers.1.input_layernorm.weight"] = torch.linspace(0.5, 1.5, H)
-    inner = {**SIZES, "num_hidden_layers": 2}
-    folder = write(tmp_path / "head", {**SPECULATORS, "transformer_layer_config": inner}, tensors)
-    head = read_foreign(folder).head
+    tensors |= {f"layers.1.{name}.weight": torch.linspace(0.5, 1.5, H) for name in norms}
+    head = read_foreign(write(tmp_path / "head", _SECOND, tensors)).head
     assert head.config.num_hidden_layers == 2
-    got = head.layers[0].self_attn.q_proj.weight
-    assert torch.equal(got, tensors["layers.1.self_attn.q_proj.weight"])
+    further = head.layers["1"]
+    assert torch.equal(further.self_attn.q_proj.weight, tensors["layers.1.self_attn.q_proj.weight"])
+    assert torch.equal(further.input_layernorm.weight, torch.linspace(0.5, 1.5, H))
+
+
+def test_a_second_layer_with_two_input_norms_is_refused(tmp_path):
+    tensors = eagle3_tensors("layers.0") | random_tensors("layers.1", H, seed=5)
+    tensors |= {
+        "layers.1.input_layernorm.weight": torch.ones(H),
+        "layers.1.hidden_norm.weight": torch.zeros(H),
+    }
+    with pytest.raises(UserError, match=r"hidden_norm\.weight, which SGLang reads, is not layers\.1\.input_"):
+        read_foreign(write(tmp_path / "head", _SECOND, tensors))

@@ -159,7 +159,7 @@ def test_first_layer_reads_the_normed_embedding_beside_the_normed_hidden():
 @pytest.mark.parametrize("kind", ["eagle1", "eagle3"])
 def test_further_layers_are_ordinary_llama_layers(kind):
     head, alone = small_head(kind, num_hidden_layers=2), small_head(kind)
-    further = head.layers[-1]
+    further = list(head.layers.children())[-1]
     alone.load_state_dict(head.state_dict(), strict=False)
     config = LlamaConfig(
         **{k: v for k, v in TARGET.items() if k != "num_hidden_layers"}, attn_implementation="eager"
@@ -179,7 +179,7 @@ def test_norms_on_queries_and_keys_are_those_of_qwen3():
     from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
 
     head = small_head("eagle3", num_hidden_layers=2, qk_norm=True)
-    further = head.layers[-1]
+    further = list(head.layers.children())[-1]
     config = Qwen3Config(
         **{k: v for k, v in TARGET.items() if k != "num_hidden_layers"}, attn_implementation="eager"
     )
