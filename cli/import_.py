@@ -11,7 +11,7 @@ import typer
 from . import options
 
 NAME = "import"
-HELP = "Read a head that another toolkit trained (EAGLE, SpecForge, speculators, ModelOpt)."
+HELP = "Read a head of another layout (EAGLE, SpecForge, speculators, ModelOpt, eagle export's own)."
 EXAMPLES = """
 **Examples**
 

@@ -1,4 +1,4 @@
-"""A head that another toolkit trained, written as a head directory of ours."""
+"""A head that another toolkit trained, or that was exported here, written as a head directory of ours."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from eagle_train.errors import UserError
-from eagle_train.evaluation.heads import find_head
+from eagle_train.evaluation.heads import find_head, run_of
 from eagle_train.export.folder import check_free, folder_bytes
 from eagle_train.export.layout import SWITCHES
 from eagle_train.export.source import find_target_config, text_config
@@ -35,7 +35,8 @@ def import_head(
     told: Told | None = None,
     overwrite: bool = False,
 ) -> dict[str, Any]:
-    """Read a head in the layout of EAGLE's repository, SpecForge, speculators or ModelOpt; write it to `out`.
+    """Read a head in the layout of EAGLE's repository, SpecForge, speculators or ModelOpt, or an export of
+    ours for any engine; write it to `out`.
 
     `source` is a directory or a hub id. `target` names its target: its config.json, where at hand, says how
     deep it is, and the name is recorded. `told` answers what the files leave open. Nothing appears at `out`
@@ -43,12 +44,14 @@ def import_head(
     granted. Raises UserError for whatever a head here cannot compute, and for what stays open.
     """
     folder = find_head(source)
-    if not is_foreign(folder):
-        raise UserError(f"{folder}: is a head of eagle's own already; use it as it is, or eagle export it")
+    if run_of(folder.resolve()) is not None:
+        raise UserError(
+            f"{source}: a run of eagle train, whose head needs no import; use it as it is, or eagle export it"
+        )
     final = Path(os.path.abspath(out))
     check_free(final, _MADE_BY, _FILES, [folder.resolve()], overwrite)
     depth = _depth(target or "")
-    read = read_foreign(folder, told, depth)
+    read = _read(folder, told or Told(), depth)
     config = replace(read.head.config, target=target or read.head.config.target)
     if depth is not None:
         config = replace(config, feature_layers=config.layers_for(depth))
@@ -79,6 +82,18 @@ def import_head(
         "switches": switches(read),
         **{key: record[key] for key in ("source", "layout", "notes")},
     }
+
+
+def _read(folder: Path, told: Told, depth: int | None) -> ForeignHead:
+    """Return the head in `folder`. A config.json of our own leaves nothing open: it takes no answers."""
+    if is_foreign(folder):
+        return read_foreign(folder, told, depth)
+    if given := [name for name, value in vars(told).items() if value is not None]:
+        option = given[0].replace("_", "-")
+        raise UserError(
+            f"--{option}: {folder / CONFIG} is eagle's own and leaves nothing open; drop the option"
+        )
+    return ForeignHead(load_head(folder), "eagle export", (), None, None)
 
 
 def _depth(target: str) -> int | None:

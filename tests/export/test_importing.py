@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import shutil
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -99,9 +101,55 @@ def test_every_switch_that_is_on_is_named(head_dir):
     assert sorted(switches(read)) == sorted(on)
 
 
-def test_a_head_of_ours_needs_no_import(head_dir, tmp_path):
-    with pytest.raises(UserError, match="is a head of eagle's own already"):
-        import_head(head_dir("eagle3"), tmp_path / "out")
+_OF_MEDUSA = {"kind", "hidden_size", "vocab_size", "draft_vocab_size", "medusa_heads", "dtype"}  # no layers
+
+
+@pytest.mark.parametrize(
+    ("kind", "engine", "fields"),
+    [
+        ("eagle3", "vllm", {"draft_vocab_size": 40, "norm_output": True, "sliding_window": 5}),
+        (
+            "eagle3",
+            "vllm",
+            {"feature_layers": (0, 2, 4), "norm_before_residual": True, "num_hidden_layers": 2},
+        ),
+        ("eagle3", "sglang", {"draft_vocab_size": 40, "fc_norm": True, "llama3": True}),
+        ("eagle3", "sglang", {"num_hidden_layers": 3}),
+        ("eagle3", "speculators", {"draft_vocab_size": 40, "qk_norm": True, "num_hidden_layers": 2}),
+        ("eagle3", "speculators", {"norm_before_fc": True, "norm_before_residual": True, "llama3": True}),
+        ("eagle3", "eagle", {"draft_vocab_size": 40, "head_dim": 8}),
+        ("eagle1", "vllm", {"num_hidden_layers": 2}),
+        ("eagle1", "sglang", {"llama3": True}),
+        ("eagle1", "eagle", {"head_dim": 8, "fc_bias": True}),
+        ("medusa", "vllm", {"medusa_heads": 2}),
+    ],
+)
+def test_what_was_exported_for_any_engine_is_imported_as_it_was(kind, engine, fields, head_dir, tmp_path):
+    source, served, ours = head_dir(kind, **fields), tmp_path / "served", tmp_path / "ours"
+    given = {"target": _target(tmp_path / "target")} if engine == "eagle" else {}
+    export(source, served, engine=engine, dtype="keep", **given)
+    import_head(served, ours)
+    before, after = load_head(source), load_head(ours)
+    assert torch.equal(reference_outputs(before), reference_outputs(after))
+    was, now = asdict(before.config), asdict(after.config)
+    kept = _OF_MEDUSA if kind == "medusa" else was.keys() - ({"target"} if given else set())
+    kept -= {"fc_bias"} if (kind, engine) == ("eagle1", "sglang") else set()  # its class has one, of zeros
+    assert {name for name in kept if was[name] != now[name]} == set()
+
+
+def test_an_export_leaves_nothing_open_and_a_run_needs_no_import(head_dir, tmp_path, capsys):
+    run = tmp_path / "run"
+    shutil.copytree(head_dir("eagle3"), run / "checkpoints" / "step-000001")
+    (run / "best").symlink_to(run / "checkpoints" / "step-000001")
+    for source in (run, run / "checkpoints" / "step-000001"):
+        assert _run(str(source), "--out", str(tmp_path / "ours")) == 2
+        assert f"{source}: a run of eagle train, whose head needs no import" in capsys.readouterr().err
+    export(run, tmp_path / "served", engine="vllm")
+    assert _run(str(tmp_path / "served"), "--layer-ids", "1,3,4", "--out", str(tmp_path / "ours")) == 2
+    assert "--layer-ids: " in capsys.readouterr().err
+    assert not (tmp_path / "ours").exists()
+    assert _run(str(tmp_path / "served"), "--out", str(tmp_path / "ours")) == 0
+    assert "eagle3 head from the layout of eagle export, float32, " in capsys.readouterr().out
 
 
 def test_a_pickle_is_found_and_imported(head_dir, tmp_path):
