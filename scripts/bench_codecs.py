@@ -19,6 +19,7 @@ import argparse
 import json
 import re
 import tempfile
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -189,8 +190,10 @@ def recode(
     return {"layers": errors.figures(), "labels": labels.figures()}
 
 
-def compare(source: Path, codecs: list[str], recipe_name: str, settings: list[str], train_too: bool) -> Any:
-    """Return, by codec, the errors and (with `train_too`) the acceptance length."""
+def compare(
+    source: Path, codecs: list[str], recipe_name: str, settings: list[str], train_too: bool
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield each codec with its errors and (with `train_too`) the acceptance length."""
     recipe = load_recipe(recipe_name, settings)
     shards = open_shards(source)
     held_out = split(shards.conversation_ids, recipe.data.held_out)[1]
@@ -198,21 +201,20 @@ def compare(source: Path, codecs: list[str], recipe_name: str, settings: list[st
     if (size := recipe.head.draft_vocab_size) is not None:
         draft_ids = choose_draft_ids(shards.supervised_frequencies, int(shards.info["vocab_size"]), size)
     known = Likeliest(shards.frozen_target(), max(split_name(codec)[1] for codec in codecs))
-    found: dict[str, Any] = {}
     for codec in codecs:
         with tempfile.TemporaryDirectory(prefix="eagle-codecs-") as temporary:
             folder = Path(temporary)
             recoded = folder / "shards"
-            found[codec] = {"errors": recode(source, recoded, codec, draft_ids, known)}
+            found: dict[str, Any] = {"errors": recode(source, recoded, codec, draft_ids, known)}
             size = sum(file.stat().st_size for file in recoded.glob("shard-*"))
-            found[codec]["bytes_per_token"] = size / int(shards.lengths.sum())
+            found["bytes_per_token"] = size / int(shards.lengths.sum())
             if train_too:
                 train(recoded, recipe, folder / "run")
                 figures = predict(
                     folder / "run", source, rows=held_out, gamma=recipe.run.eval_gamma, show=False
                 )
-                found[codec]["tau"] = figures["tau"]
-    return found
+                found["tau"] = figures["tau"]
+        yield codec, found
 
 
 def main() -> None:
@@ -232,16 +234,18 @@ def main() -> None:
         split_name(codec)
     settings = [f"run.steps={given.steps}", "run.minutes=null", *given.settings]
     found = compare(given.shards, codecs, given.recipe, settings, not given.errors_only)
-    print(json.dumps(found) if given.json else table(found))
+    if given.json:
+        print(json.dumps(dict(found)))
+    else:
+        for line in table(found):
+            print(line, flush=True)
 
 
-def table(found: dict[str, Any]) -> str:
-    """Return the figures of `compare` as a table in Markdown."""
-    lines = [
-        "| codec | bytes a token | layers, error (worst token) | labels, total variation (bound) | tau |",
-        "|---|---|---|---|---|",
-    ]
-    for codec, figures in found.items():
+def table(found: Iterable[tuple[str, dict[str, Any]]]) -> Iterator[str]:
+    """Yield the lines of a table in Markdown, each as soon as its figures are there."""
+    yield "| codec | bytes a token | layers, error (worst token) | labels, total variation (bound) | tau |"
+    yield "|---|---|---|---|---|"
+    for codec, figures in found:
         layers = "; ".join(
             f"{name} {one['error']:.2%} ({one['worst_token']:.1%})"
             for name, one in figures["errors"]["layers"].items()
@@ -250,8 +254,7 @@ def table(found: dict[str, Any]) -> str:
         bound = "" if labels["bound"] is None else f" ({labels['bound']:.2%})"
         tau = f"{figures['tau']:.3f}" if "tau" in figures else ""
         size = f"{figures['bytes_per_token']:,.0f}"
-        lines.append(f"| {codec} | {size} | {layers} | {labels['variation']:.2%}{bound} | {tau} |")
-    return "\n".join(lines)
+        yield f"| {codec} | {size} | {layers} | {labels['variation']:.2%}{bound} | {tau} |"
 
 
 if __name__ == "__main__":

@@ -137,8 +137,8 @@ def _cat_int(parts: list[Tensor]) -> Tensor:
 
 
 def _cat_all(parts: list[Tensor | None]) -> Tensor | None:
-    """Every document has the part, or none has."""
-    there = [part for part in parts if part is not None]
+    """Every document has the part, or none has. float16 is widened: a CPU's autocast cannot join it."""
+    there = [part.float() if part.dtype == torch.float16 else part for part in parts if part is not None]
     assert len(there) in (0, len(parts))
     return torch.cat(there) if there else None
 

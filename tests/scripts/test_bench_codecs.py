@@ -55,8 +55,9 @@ def test_one_table_compares_sizes_errors_and_acceptance(
     tiny_shards_dir: Path, script: Callable[[str], ModuleType]
 ) -> None:
     module = script("bench_codecs")
-    found = module.compare(tiny_shards_dir, ["bf16", "fp8+top4"], "eagle3-tiny", ["run.steps=2"], True)
-    head, _, *lines = module.table(found).splitlines()
+    settings = ["run.steps=2", "run.precision=bf16"]
+    found = dict(module.compare(tiny_shards_dir, ["bf16", "fp8+top4"], "eagle3-tiny", settings, True))
+    head, _, *lines = module.table(found.items())
     assert [line.split(" | ")[0] for line in lines] == ["| bf16", "| fp8+top4"]
     assert all(line.count("|") == head.count("|") for line in lines)
     assert found["fp8+top4"]["bytes_per_token"] < 0.7 * found["bf16"]["bytes_per_token"]

@@ -43,6 +43,25 @@ def top_shards(tmp_path_factory, tiny_rows_dir: Path, tiny_target_dir: Path) -> 
     return shards
 
 
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("codec", ["fp32", "bf16", "fp8", "int8"])
+def test_every_codec_trains_and_is_scored_in_every_precision(
+    top_shards, tmp_path: Path, tiny: Callable[..., Recipe], codec: str, precision: str
+) -> None:
+    """Of the states that are stored, and with few labels: losses are near those in float32."""
+    found = []
+    for shards, settings in (
+        (top_shards(V, "fp32"), "run.precision=fp32"),
+        (top_shards(V, codec), f"run.precision={precision}"),
+    ):
+        run = tmp_path / f"run{len(found)}"
+        train(shards, tiny("run.steps=2", "run.eval_every=2", settings), run, show=False)
+        lines = read_metrics(run)
+        assert lines[-1]["tau"] >= 1
+        found.append(torch.tensor([line["loss"] for line in lines if line["step"]]))
+    assert (found[0] - found[1]).abs().max() < 0.05
+
+
 @pytest.mark.parametrize(
     "more",
     [
