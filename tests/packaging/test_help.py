@@ -48,7 +48,7 @@ def _run(*arguments: str) -> tuple[str, int, set[str]]:
         env={**os.environ, "COLUMNS": "160", "NO_COLOR": "1", "TERM": "dumb"},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=300,
     )
     end = json.loads(ran.stderr.splitlines()[-1])
     return ran.stdout, end["code"], set(end["modules"])
@@ -95,7 +95,7 @@ def test_examples_can_be_copied(name):
 def test_an_unknown_command_and_option_exit_with_2():
     for arguments in (("exprot",), ("export", "--engin", "vllm")):
         ran = subprocess.run(
-            [sys.executable, "-m", "eagle_cli.main", *arguments], capture_output=True, text=True, timeout=60
+            [sys.executable, "-m", "eagle_cli.main", *arguments], capture_output=True, text=True, timeout=300
         )
         assert ran.returncode == 2
         assert "Traceback" not in ran.stderr

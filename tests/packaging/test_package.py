@@ -47,7 +47,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
         shutil.copy(_ROOT / name, folder / "tree" / name)
     command = [sys.executable, "-m", "pip", "wheel", ".", "--no-deps", "--no-build-isolation", "--no-index"]
     made = subprocess.run(
-        [*command, "-q", "-w", str(folder)], cwd=folder / "tree", capture_output=True, text=True, timeout=120
+        [*command, "-q", "-w", str(folder)], cwd=folder / "tree", capture_output=True, text=True, timeout=300
     )
     assert made.returncode == 0, made.stderr
     (file,) = folder.glob("*.whl")
@@ -128,7 +128,7 @@ eagle_cli.main.main(["--version"])
         env=environment,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
     )
     assert ran.returncode == 0, ran.stderr
     *modules, recipes, version = ran.stdout.splitlines()

@@ -47,7 +47,7 @@ def command(data: Path, target: Path | str, out: Path, *more: str) -> list[str]:
 def kill_after(answers: int, command: list[str], part: Path) -> None:
     """Run a real process, and kill it without a word once `part` holds more than so many lines."""
     child = subprocess.Popen(command, stderr=subprocess.DEVNULL)
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + 600
     while not (part.exists() and part.read_bytes().count(b"\n") > answers) and time.monotonic() < deadline:
         assert child.poll() is None
         time.sleep(0.002)

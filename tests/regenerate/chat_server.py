@@ -102,7 +102,7 @@ class Handler(BaseHTTPRequestHandler):
         if options.strict and "return_token_ids" in body:
             return self._send(400, {"error": {"message": "Unrecognized request argument: return_token_ids"}})
         if number <= options.gather:
-            self.server.barrier.wait(30)  # type: ignore[attr-defined]
+            self.server.barrier.wait(300)  # type: ignore[attr-defined]
         time.sleep(random.Random(number).uniform(0, 2 * options.delay))
         if options.faults and number % 2:
             return self._fault(number // 2 % 5)

@@ -121,7 +121,7 @@ def test_ten_workers_some_of_them_killed_write_every_row_once_and_the_same_bytes
     for worker in workers:
         worker.start()
     with ThreadPoolExecutor(10) as pool:  # a dead one is waited for at once: nobody takes it for living
-        list(pool.map(lambda worker: worker.join(120), workers))
+        list(pool.map(lambda worker: worker.join(600), workers))
     codes = [worker.exitcode for worker in workers]
     assert set(codes[:3]) <= {0, -signal.SIGKILL}  # 0: the others were done before it began
     assert codes[3:] == [0] * 7
@@ -143,7 +143,7 @@ def test_two_runs_that_begin_together_agree_on_one_plan(
         own = Plan.create
 
         def together(self: Plan, folder: Path) -> bool:
-            gate.wait(60)
+            gate.wait(300)
             return own(self, folder)
 
         Plan.create = together  # type: ignore[method-assign]
@@ -157,9 +157,9 @@ def test_two_runs_that_begin_together_agree_on_one_plan(
     workers = [fork.Process(target=begin, args=(tokens,)) for tokens in (512, 900)]
     for worker in workers:
         worker.start()
-    found = dict(answers.get(timeout=120) for _ in workers)
+    found = dict(answers.get(timeout=300) for _ in workers)
     for worker in workers:
-        worker.join(60)
+        worker.join(300)
     (refused,) = [text for text in found.values() if isinstance(text, str)]
     (shards,) = [count for count in found.values() if isinstance(count, int)]
     assert "shard tokens" in refused
@@ -226,7 +226,7 @@ def test_a_killed_worker_fails_the_command_and_the_next_run_mends_it(
 
 def _a_worker_of(parent: int) -> int:
     """Wait for a worker to run below the launcher that `parent` started; return its process id."""
-    deadline = time.monotonic() + 200
+    deadline = time.monotonic() + 600
     while time.monotonic() < deadline:
         for launcher in _children(parent):
             for worker in _children(launcher):
