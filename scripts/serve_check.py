@@ -21,7 +21,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from engine_env import ENGINE, engine_python, engine_server, engine_settings
+from engine_env import ENGINE, engine_python, engine_server, engine_settings, install_vllm
 
 from eagle_train.decoding.loop import Settings, generate, plain
 from eagle_train.decoding.sampling import Sampling
@@ -153,7 +153,7 @@ def main() -> int:
     parser.add_argument("--json", type=Path, help="write the figures here too")
     asked = parser.parse_args()
 
-    python = engine_python(asked.engine_env.absolute())
+    python = engine_python(asked.engine_env.absolute(), ENGINE, install_vllm)
     target = load_target(str(asked.target or small_target()), dtype="fp32", device="cpu")
     settings = Settings(max_new_tokens=asked.max_new_tokens)
     questions = read_questions(None, asked.prompts)

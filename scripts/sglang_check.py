@@ -22,7 +22,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from engine_env import TORCH
+from engine_env import engine_python, pip_install
 
 from eagle_train.export.export import export
 from eagle_train.heads.foreign import read_any
@@ -55,18 +55,10 @@ CLOSE = 1e-4  # of the largest output: float32, sums in another order
 HERE = Path(__file__).parent
 
 
-def engine_python(folder: Path) -> Path:
-    """Return the interpreter of the engine's environment, building the environment where it is not ready."""
-    python, ready = folder / "bin" / "python", folder / ".ready"
-    if ready.is_file() and ready.read_text(encoding="utf-8") == ENGINE:
-        return python
-    subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True)
-    pip = [str(python), "-m", "pip", "install", "-q", "--no-cache-dir", "--disable-pip-version-check"]
-    subprocess.run([*pip, TORCH], check=True)
-    subprocess.run([*pip, *BESIDE], check=True)
-    subprocess.run([*pip, "--no-deps", *ALONE], check=True)
-    ready.write_text(ENGINE, encoding="utf-8")
-    return python
+def install_sglang(python: Path) -> None:
+    """Install what its model classes import, then the wheels alone."""
+    pip_install(python, *BESIDE)
+    pip_install(python, "--no-deps", *ALONE)
 
 
 def check_head(source: str, python: Path) -> dict[str, Any]:
@@ -98,7 +90,7 @@ def main() -> int:
     parser.add_argument("--json", type=Path, help="write the figures here too")
     asked = parser.parse_args()
 
-    python = engine_python(asked.engine_env.absolute())
+    python = engine_python(asked.engine_env.absolute(), ENGINE, install_sglang)
     results = [check_head(head, python) for head in asked.heads]
     for one in results:
         print(

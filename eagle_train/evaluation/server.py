@@ -74,9 +74,8 @@ def compare_with_server(
     loop, server = (add_up([side[i] for side in sides]) for i in (0, 1))
     if not server.drafts:
         raise UserError(
-            f"{engine.url}: not one draft was counted in {counted(len(sides), 'prompt')}, so nothing could "
-            f"be compared; "
-            "does the server draft, and has --max-new-tokens room for it?"
+            f"{engine.url}: not one draft was counted in {counted(len(sides), 'prompt')}, "
+            "so nothing could be compared; does the server draft, and has --max-new-tokens room for it?"
         )
     who = {"url": engine.url, "engine": engine.name, "model": engine.model}
     return {
@@ -101,9 +100,8 @@ def server_fault(report: dict[str, Any]) -> str | None:
     first = report["differences"][0]
     what = "counters" if first["same_text"] else "text"
     return (
-        f"server and loop differ on {len(report['differences'])} of "
-        f"{counted(report['prompts'], 'prompt')}; first: "
-        f"question {first['question']}, in its {what}"
+        f"server and loop differ on {len(report['differences'])} of {counted(report['prompts'], 'prompt')}; "
+        f"first: question {first['question']}, in its {what}"
     )
 
 
@@ -129,9 +127,8 @@ def server_lines(report: dict[str, Any]) -> list[str]:
     texts = sum(not difference["same_text"] for difference in report["differences"])
     if count := len(report["differences"]):
         found.append(
-            f"  {counted(count, 'prompt')} differ{'s' if count == 1 else ''}, {texts} of them in their "
-            f"text; rounding to half "
-            "precision, another head, or other users of the server can explain that"
+            f"  {counted(count, 'prompt')} differ{'s' if count == 1 else ''}, {texts} of them in their text; "
+            "rounding to half precision, another head, or other users of the server can explain that"
         )
     else:
         found.append("  every text and every counter equal")

@@ -13,18 +13,12 @@ from eagle_cli import options
 from eagle_cli.eval import _following
 from eagle_cli.main import main
 from eagle_train.evaluation import comparison
-from eagle_train.heads.config import HeadConfig
-from eagle_train.heads.disk import build_head, save_head
 from eagle_train.targets.load import load_target
 
 
 @pytest.fixture(scope="module")
-def head_dir(tiny_target_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
-    target = load_target(str(tiny_target_dir), dtype="fp32", device="cpu")
-    torch.manual_seed(0)
-    folder = tmp_path_factory.mktemp("heads") / "head"
-    save_head(build_head(HeadConfig.for_target(target.config.to_dict(), "eagle3")), folder)
-    return str(folder)
+def head_dir(head_dir: Path) -> str:
+    return str(head_dir)
 
 
 def eagle(*arguments: object) -> int:

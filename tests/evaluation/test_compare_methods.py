@@ -7,7 +7,6 @@ import io
 import json
 import re
 import xml.etree.ElementTree as ET
-from pathlib import Path
 
 import pytest
 import torch
@@ -31,17 +30,12 @@ from eagle_train.evaluation.turns import Asked
 from eagle_train.heads.config import HeadConfig
 from eagle_train.heads.disk import build_head, save_head
 from eagle_train.progress import Progress
-from eagle_train.targets.load import Target, load_target
+from eagle_train.targets.load import Target
 
 QUESTIONS = [
     Question("a", "sea", ("Why is the sea deep? deep? deep?",)),
     Question("b", "<bread>", ("Bake!",)),
 ]
-
-
-@pytest.fixture(scope="module")
-def target(tiny_target_dir: Path) -> Target:
-    return load_target(str(tiny_target_dir), dtype="fp32", device="cpu")
 
 
 @pytest.fixture(scope="module")

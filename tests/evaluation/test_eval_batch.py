@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import pytest
-import torch
 
 from eagle_cli.main import main
 from eagle_train.decoding.batch import Job, generate_together
@@ -19,9 +17,7 @@ from eagle_train.evaluation.evaluate import evaluate
 from eagle_train.evaluation.methods import Method
 from eagle_train.evaluation.questions import Question
 from eagle_train.evaluation.report import lines
-from eagle_train.heads.config import HeadConfig
-from eagle_train.heads.disk import build_head, save_head
-from eagle_train.targets.load import Target, load_target
+from eagle_train.targets.load import Target
 
 QUESTIONS = [
     Question("a", "sea", ("Why is the sea deep?", "And the moon?")),
@@ -29,19 +25,6 @@ QUESTIONS = [
     Question("c", "sea", ("Boat?", "Where?")),
 ]
 COUNTED = ("rounds", "tokens", "accepted_histogram", "tau_by_place", "tau_by_context", "tau_by_category")
-
-
-@pytest.fixture(scope="module")
-def target(tiny_target_dir: Path) -> Target:
-    return load_target(str(tiny_target_dir), dtype="fp32", device="cpu")
-
-
-@pytest.fixture(scope="module")
-def head_dir(target: Target, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    torch.manual_seed(0)
-    folder = tmp_path_factory.mktemp("heads") / "head"
-    save_head(build_head(HeadConfig.for_target(target.config.to_dict(), "eagle3")), folder)
-    return folder
 
 
 @pytest.mark.parametrize("sampling", [Sampling(), Sampling(0.9)], ids=["greedy", "sampled"])

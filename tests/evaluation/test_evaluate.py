@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import pytest
-import torch
 
 from eagle_train.decoding import loop
 from eagle_train.decoding.drafters import HeadDrafter
@@ -21,26 +19,12 @@ from eagle_train.evaluation.heads import find_head
 from eagle_train.evaluation.questions import Question, read_questions
 from eagle_train.evaluation.report import lines
 from eagle_train.heads.config import HeadConfig
-from eagle_train.heads.disk import build_head, save_head
-from eagle_train.targets.load import Target, load_target
+from eagle_train.heads.disk import build_head
 
 QUESTIONS = [
     Question("a", "sea", ("Why is the sea deep?", "And the moon?")),
     Question("b", "bread", ("How do I bake bread?",)),
 ]
-
-
-@pytest.fixture(scope="module")
-def target(tiny_target_dir: Path) -> Target:
-    return load_target(str(tiny_target_dir), dtype="fp32", device="cpu")
-
-
-@pytest.fixture(scope="module")
-def head_dir(target: Target, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    torch.manual_seed(0)
-    folder = tmp_path_factory.mktemp("heads") / "head"
-    save_head(build_head(HeadConfig.for_target(target.config.to_dict(), "eagle3")), folder)
-    return folder
 
 
 def test_several_drafts_share_one_plain_run_and_stay_lossless(target, head_dir, monkeypatch):

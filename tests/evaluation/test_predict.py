@@ -30,7 +30,7 @@ from eagle_train.provenance import tokenizer_fingerprint
 from eagle_train.recipe_files import load_recipe
 from eagle_train.shards.reader import open_shards
 from eagle_train.targets.extract import extract
-from eagle_train.targets.load import Target, load_target
+from eagle_train.targets.load import Target
 from eagle_train.training.held_out import split
 from eagle_train.training.loop import train
 
@@ -38,11 +38,6 @@ QUESTIONS = [
     Question(str(i), ("sea", "", "moon", "sea")[i], (f"Question {i}: " + "why is it so? " * i,))
     for i in range(4)
 ]
-
-
-@pytest.fixture(scope="module")
-def target(tiny_target_dir: Path) -> Target:
-    return load_target(str(tiny_target_dir), dtype="fp32", device="cpu")
 
 
 def some_head(target: Target, kind: str):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -20,12 +19,7 @@ from eagle_train.evaluation.tree_replay import TreeTables
 from eagle_train.evaluation.tuning import candidates, lines, tune
 from eagle_train.heads.config import HeadConfig
 from eagle_train.heads.disk import build_head, save_head
-from eagle_train.targets.load import Target, load_target
-
-
-@pytest.fixture(scope="module")
-def target(tiny_target_dir: Path) -> Target:
-    return load_target(str(tiny_target_dir), dtype="fp32", device="cpu")
+from eagle_train.targets.load import load_target
 
 
 @pytest.fixture(scope="module")

@@ -12,18 +12,12 @@ from eagle_cli.main import main
 from eagle_train.evaluation import comparison
 from eagle_train.evaluation.assurance import explained
 from eagle_train.evaluation.comparison import first_difference
-from eagle_train.heads.config import HeadConfig
-from eagle_train.heads.disk import build_head, save_head
 from eagle_train.targets.load import load_target
 
 
 @pytest.fixture(scope="module")
-def head_dir(tiny_target_dir: Path, tmp_path_factory) -> str:
-    target = load_target(str(tiny_target_dir), dtype="fp32", device="cpu")
-    torch.manual_seed(0)
-    folder = tmp_path_factory.mktemp("heads") / "head"
-    save_head(build_head(HeadConfig.for_target(target.config.to_dict(), "eagle3")), folder)
-    return str(folder)
+def head_dir(head_dir: Path) -> str:
+    return str(head_dir)
 
 
 def verify(head: str, target: Path, *more: object) -> int:
