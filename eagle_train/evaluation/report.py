@@ -65,9 +65,8 @@ def _result_lines(result: dict[str, Any]) -> list[str]:
     found = [
         f"{result['method']}{source}, {draft_name(result['tree'])}",
         f"  acceptance length (tau)   {result['tau']:.3f}   ({counted(result['tokens'], 'token')} in "
-        f"{counted(result['rounds'], 'round')}; as vLLM counts: {result['vllm_acceptance_length']:.3f}, as "
-        f"SGLang: "
-        f"{result['sglang_acceptance_length']:.3f})",
+        f"{counted(result['rounds'], 'round')}; as vLLM counts: {result['vllm_acceptance_length']:.3f}, "
+        f"as SGLang: {result['sglang_acceptance_length']:.3f})",
         f"  accepted by position      {_shares(result['accepted_by_position'])}",
         f"  given the previous        {_shares(result['accepted_given_previous'])}",
         f"  rounds by accepted count  {' '.join(map(str, result['accepted_histogram']))}",

@@ -31,7 +31,6 @@ _NOT_THE_LAYERS = {
     "eagle_aux_hidden_state_layer_ids",
     "eagle_config",
     "eagle_train",
-    "num_aux_hidden_states",
     "target_hidden_size",
     "torch_dtype",
     *SWITCHES,
@@ -100,7 +99,8 @@ def _medusa_config(config: HeadConfig) -> dict[str, Any]:
 def _speculators_config(config: HeadConfig) -> dict[str, Any]:
     """Return the config of the speculators library: the layer's settings apart, every switch written out.
 
-    ``norm_before_residual`` is read as true by some and as false by others where it is absent.
+    ``norm_before_residual`` is read as true by some and as false by others where it is absent. Of the layers'
+    settings vLLM takes how many captured layers there are, without which it takes three.
     """
     value = config.to_json()
     found: dict[str, Any] = {

@@ -91,6 +91,8 @@ def _layers(config: HeadConfig, engine: str, depth: int | None) -> Iterator[str]
     if engine == "sglang":
         if layers[0] == 0:
             yield "feature_layers: SGLang cannot capture hs[0], the embeddings"
+        if config.feature_width == config.hidden_size:
+            yield f"feature_layers {layers}: SGLang leaves out fc where they are as wide as the head"
         if depth is not None and layers[-1] >= depth:
             yield f"feature_layers: SGLang cannot capture hs[{depth}], the last state"
     if engine == "eagle":

@@ -148,6 +148,7 @@ def test_figures_pool_rounds_and_leave_the_prefill_out():
     assert figures["accepted_given_previous"] == [2 / 3, 0, 0]
     assert figures["accepted_histogram"] == [1, 2, 0, 0]
     assert figures["vllm_acceptance_length"] == 1 + 4 / 3
+    assert figures["sglang_acceptance_length"] == 8 / 3
     assert figures["tokens_per_second"] == pytest.approx(5 / 1.5)
     assert figures["plain_tokens_per_second"] == 2.0
     assert figures["speedup"] == pytest.approx(5 / 1.5 / 2)

@@ -212,6 +212,7 @@ def test_the_speculators_layout_numbers_its_layers_and_writes_every_switch(head_
         name.replace("midlayer.", "layers.0."): shape for name, shape in wanted.items()
     }
     layer = {**_SIZES, "attention_bias": False, "mlp_bias": False, **_LLAMA3, "num_hidden_layers": 2}
+    layer["num_aux_hidden_states"] = 3
     for name in ("draft_vocab_size", "torch_dtype"):
         del layer[name]
     assert json.loads((tmp_path / "out" / "config.json").read_text()) == {

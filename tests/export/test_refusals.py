@@ -26,6 +26,7 @@ def _target(folder: Path, **fields: object) -> str:
     [
         ("eagle3", "sglang", {"feature_layers": (0, 2, 4)}, r"SGLang cannot capture hs\[0\]"),
         ("eagle3", "eagle", {"num_hidden_layers": 2}, "num_hidden_layers is 2: EAGLE's repository loads one"),
+        ("eagle3", "sglang", {"feature_layers": (4,)}, r"feature_layers \(4,\): SGLang leaves out fc"),
         ("eagle3", "sglang", {"attention_bias": True}, "attention_bias: SGLang drops"),
         ("eagle3", "vllm", {"fc_bias": True}, r"fc\.bias: vLLM has no bias"),
         ("eagle1", "vllm", {"fc_bias": True}, r"fc\.bias is not zero: vLLM drops it silently"),

@@ -140,14 +140,18 @@ def trained(tmp_path, tiny, tiny_shards_dir):
     return run, tmp_path / "head", shards
 
 
-@pytest.mark.parametrize("source", ["run", "head"])
+@pytest.mark.parametrize("source", ["run", "head", "made elsewhere"])
 def test_a_warm_start_takes_weights_and_vocabulary_from_its_source(
     source, tmp_path, tiny, tiny_shards_dir, trained
 ):
     run, folder, shards = trained
     place = run if source == "run" else folder
+    stored = load_head(run / "best" if source == "run" else folder)
+    if source == "made elsewhere":
+        config = json.loads((folder / "config.json").read_text())
+        del config["eagle_train"]
+        (folder / "config.json").write_text(json.dumps(config))
     head = build.warm_head(place, tiny(), shards, shards.frozen_target())
-    stored = load_head(folder if source == "head" else run / "best")
     assert torch.equal(head.draft_ids, stored.draft_ids)
     assert torch.equal(head.fc.weight, stored.fc.weight)
     out = tmp_path / "warm"
