@@ -60,10 +60,11 @@ def train(
         deepspeed=deepspeed,
     )
     with closing(session.loader.source):
-        return _train(session, trackers, show and processes.is_main)
+        return run_session(session, trackers, show and processes.is_main)
 
 
-def _train(session: Session, trackers: Sequence[str], show: bool) -> dict[str, Any]:
+def run_session(session: Session, trackers: Sequence[str] = (), show: bool = True) -> dict[str, Any]:
+    """Train an open session to its end, as `train` does; return the summary."""
     out, recipe, processes = session.out, session.recipe, session.processes
     if show:
         print(describe(session), file=sys.stderr)

@@ -4,23 +4,32 @@ from __future__ import annotations
 
 import json
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from eagle_cli.main import main
-from eagle_train import estimate as module
+from eagle_train import trial
 from eagle_train.config import Recipe
-from eagle_train.estimate import estimate
+from eagle_train.estimate import _training, estimate
 from eagle_train.recipe_files import load_recipe
 from eagle_train.targets.extract import extract
+from eagle_train.targets.survey import survey
 from eagle_train.training.loop import train
+from eagle_train.training.session import Session
 
 
 def _plan(rows: Path, target: Path, *overrides: str, **more: Any) -> dict[str, Any]:
     recipe: Recipe = load_recipe("eagle3-tiny", overrides)
     return estimate(rows, str(target), recipe, device="cpu", **{"seconds": 0, **more})
+
+
+def count_calls(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, calls: list[Any]) -> None:
+    """Let the arguments of every call of `owner.name` be added to `calls`."""
+    real = getattr(owner, name)
+    monkeypatch.setattr(owner, name, lambda *given, **more: (calls.append(given), real(*given, **more))[1])
 
 
 @pytest.mark.parametrize("codec", ["bf16", "fp32", "fp8", "int8"])
@@ -82,13 +91,42 @@ def test_hours_come_from_trying_and_nothing_is_left_behind(
     tiny_rows_dir: Path, tiny_target_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    found = _plan(tiny_rows_dir, tiny_target_dir, "run.steps=1000", seconds=0.5, processes=4)
+    plainly = ["run.steps=1000", "data.held_out=0", "run.save_every=1000"]
+    found = _plan(tiny_rows_dir, tiny_target_dir, *plainly, seconds=0.5, processes=4)
     rate, trained = found["extract_tokens_per_second_of_a_worker"], found["train_tokens_per_second"]
     assert rate > 100
     assert trained > 100
-    assert 0 < found["hours"]["extract"] - 3371 / rate / 4 / 3600 < 60 / 3600  # the check at the start
-    assert found["hours"]["train"] == pytest.approx(found["train_tokens"] / trained / 3600)
+    starts = found["start_seconds"]
+    assert found["hours"]["extract"] == pytest.approx((3371 / rate / 4 + starts["extract"]) / 3600)
+    assert found["hours"]["train"] == pytest.approx(
+        (found["train_tokens"] / trained + starts["train"]) / 3600
+    )
+    assert 0 < starts["train"] < 60
+    assert 0 < starts["extract"] < 60
     assert list(tmp_path.iterdir()) == []
+
+
+def test_training_is_told_with_its_evaluations_and_checkpoints(
+    tiny_rows_dir: Path,
+    tiny_target_dir: Path,
+    tiny_shards_dir: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    recipe = load_recipe("eagle3-tiny", ["run.steps=7", "run.eval_every=2", "run.save_every=3"])
+    told = _training(survey(tiny_rows_dir, str(tiny_target_dir), None, device="cpu"), recipe, tiny_rows_dir)
+    evaluations: list[Any] = []
+    count_calls(monkeypatch, Session, "evaluate", evaluations)
+    made = train(tiny_shards_dir, recipe, tmp_path / "run", show=False)
+    assert (told.tokens, told.evaluations) == (made["tokens"], len(evaluations)) == (made["tokens"], 5)
+    assert told.checkpoints == len({2, 3, 4, 6})
+    tried = trial.Tried(rate=100.0, start=5.0, share=0.5, evaluation=50.0, saving=2.0)
+    seconds = 5 + made["tokens"] / 100 + 5 * told.held_out / 50 + 4 * 2
+    assert told.held_out > 0
+    assert told.hours(tried, 1.0) == pytest.approx(seconds / 3600)
+    assert told.hours(tried, 0.5) == pytest.approx(seconds / 7200)
+    clock = replace(told, minutes=0.01)
+    assert clock.hours(tried, 0.5) == pytest.approx((0.6 + 0.5 * (5 + told.held_out / 50)) / 3600)
 
 
 def test_a_slow_machine_tries_one_batch_and_one_short_step(
@@ -97,18 +135,12 @@ def test_a_slow_machine_tries_one_batch_and_one_short_step(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    tried: dict[str, list[Any]] = {"_run": [], "train": []}
-
-    def counting(name: str, real: Any) -> None:
-        monkeypatch.setattr(
-            module, name, lambda *given, **more: (tried[name].append(given), real(*given, **more))[1]
-        )
-
+    tried: dict[str, list[Any]] = {"_run": [], "open_session": []}
     for name in tried:
-        counting(name, getattr(module, name))
+        count_calls(monkeypatch, trial, name, tried[name])
     _plan(tiny_rows_dir, tiny_target_dir, "data.tokens_per_step=100000", seconds=1e-6)
     assert len(tried["_run"]) == 1
-    data = tried["train"][0][1].data
+    data = tried["open_session"][0][2].data
     assert data.tokens_per_step == data.micro_tokens == 1  # what extraction does in so short a time
     said = capsys.readouterr().err.splitlines()
     assert [line.split(" for about ")[0].split("; ")[-1] for line in said if line.startswith("plan: ")] == [
