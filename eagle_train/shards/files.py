@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import mmap
 import os
 from dataclasses import dataclass
 from math import prod
@@ -63,17 +62,19 @@ class ShardFile:
     size: int  # bytes of the file
 
     def map(self) -> dict[str, Tensor]:
-        """Map all tensors into memory, copy-on-write; pages are read when touched."""
-        with open(self.path, "rb") as handle:
-            memory = mmap.mmap(handle.fileno(), 0, access=mmap.ACCESS_COPY)
-        tensors = {}
-        for name, (dtype, shape, first) in self.layout.items():
-            count = prod(shape)
-            if count == 0:
-                tensors[name] = torch.empty(shape, dtype=dtype)
-                continue
-            tensors[name] = torch.frombuffer(memory, dtype=dtype, count=count, offset=first).view(shape)
-        return tensors
+        """Map all tensors into memory, copy-on-write; pages are read when touched.
+
+        A map needs no file descriptor. Raises UserError where the file is not as it was.
+        """
+        try:
+            whole = torch.from_file(str(self.path), shared=False, size=self.size, dtype=torch.uint8)
+        except RuntimeError as error:
+            open_shard(self.path)  # says what is wrong with the file
+            raise UserError(f"{self.path}: cannot be mapped into memory: {error}") from error
+        return {
+            name: whole[first : first + dtype.itemsize * prod(shape)].view(dtype).view(shape)
+            for name, (dtype, shape, first) in self.layout.items()
+        }
 
     def verify(self) -> None:
         """Read every byte and compare with the header's checksums; raise UserError naming the tensor."""
@@ -131,6 +132,8 @@ def open_shard(path: Path) -> ShardFile:
             dtype, shape = _DTYPES[entry["dtype"]], tuple(entry["shape"])
             if first < 0 or min(shape, default=0) < 0 or last - first != dtype.itemsize * prod(shape):
                 raise ValueError(f"tensor {name} has the wrong size")
+            if (8 + length + first) % dtype.itemsize:
+                raise ValueError(f"tensor {name} begins inside a value")
             layout[name] = (dtype, shape, 8 + length + first)
             end = max(end, 8 + length + last)
         if absent := (_TENSORS | (_TOP_LABELS if "label_top_k" in header else {"last"})) - set(layout):

@@ -6,6 +6,7 @@ import json
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
@@ -27,7 +28,7 @@ from eagle_train.shards.plan import Span, label_positions, num_labels
 from eagle_train.shards.row_source import RowSource, ShardRow
 from eagle_train.shards.schema import INDEX, MANIFEST, PLAN, holds_all_last, mend
 
-_MOST_OPEN = 256  # mapped shards; each holds a file descriptor
+_MOST_OPEN = 8192  # mapped shards; Linux gives a process 65,530 maps
 _INDEX_TENSORS = {"shard", "slot", "lengths", "span_starts", "spans", "row_ids", "conversation_ids"}
 
 
@@ -54,7 +55,7 @@ class Shards(RowSource):
         self.rank, self.world, self.dtype = rank, world, dtype
         self._index = index
         self._open: OrderedDict[int, dict[str, Tensor]] = OrderedDict()
-        self._verified: set[int] = set()
+        self._known: dict[int, ShardFile] = {}  # shards opened once, without what their headers say
         self._lock = threading.RLock()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -185,6 +186,16 @@ class Shards(RowSource):
             return self._open[number]
 
     def _map(self, number: int) -> dict[str, Tensor]:
+        if number not in self._known:
+            self._known[number] = replace(self._opened(number), header={})
+        tensors = self._known[number].map()
+        lengths = tensors["spans"][:, 1] - tensors["spans"][:, 0] + 1
+        running = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
+        tensors["label_starts"] = running[tensors["span_starts"]]
+        return tensors
+
+    def _opened(self, number: int) -> ShardFile:
+        """Return a shard that is the one listed, verified where that is this process's part."""
         entry = self.info["shards"][number]
         shard = open_shard(self.folder / entry["file"])
         plan = entry.get("plan", self.info["plan"])
@@ -194,14 +205,9 @@ class Shards(RowSource):
                 f"{entry['bytes']:,}); {mend_shard(shard.path)}"
             )
         refuse_other_head(self.folder, self._listed, shard)
-        if number % self.world == self.rank and number not in self._verified:
+        if number % self.world == self.rank:
             shard.verify()
-            self._verified.add(number)
-        tensors = shard.map()
-        lengths = tensors["spans"][:, 1] - tensors["spans"][:, 0] + 1
-        running = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
-        tensors["label_starts"] = running[tensors["span_starts"]]
-        return tensors
+        return shard
 
 
 def load_frozen(folder: Path, fingerprint: str | None, checksum: str | None) -> FrozenTarget:

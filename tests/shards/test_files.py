@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,31 @@ def test_mapped_tensors_equal_the_files_contents(shard: Path) -> None:
     read, _ = load_tensors(shard)
     assert mapped.keys() == read.keys()
     assert all(torch.equal(mapped[name], read[name]) for name in read)
+
+
+def test_maps_hold_no_file_descriptors_and_may_be_written_to(shard: Path) -> None:
+    resource = pytest.importorskip("resource")
+    before, content = resource.getrlimit(resource.RLIMIT_NOFILE), shard.read_bytes()
+    first_free = os.dup(0)
+    os.close(first_free)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (first_free + 3, before[1]))
+    try:
+        maps = [open_shard(shard).map() for _ in range(20)]
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+    maps[0]["input_ids"] += 1
+    assert not torch.equal(maps[0]["input_ids"], maps[1]["input_ids"])
+    assert shard.read_bytes() == content
+
+
+def test_a_shard_that_goes_or_shrinks_before_it_is_mapped_is_named(shard: Path) -> None:
+    opened = open_shard(shard)
+    shard.write_bytes(shard.read_bytes()[:-4096])
+    with pytest.raises(UserError, match=r"shard\.safetensors: .*cut off or damaged"):
+        opened.map()
+    shard.unlink()
+    with pytest.raises(UserError, match=r"shard\.safetensors: missing"):
+        opened.map()
 
 
 def test_a_whole_shard_passes_its_checksums(shard: Path) -> None:
@@ -62,6 +88,15 @@ def test_a_damaged_header_is_refused(shard: Path) -> None:
     content[40:60] = b"\xff" * 20
     shard.write_bytes(content)
     with pytest.raises(UserError, match="damaged header"):
+        open_shard(shard)
+
+
+def test_tensors_that_begin_at_no_whole_value_are_refused(shard: Path) -> None:
+    content = shard.read_bytes()
+    length = int.from_bytes(content[:8], "little")
+    header = content[8 : 8 + length] + b" "
+    shard.write_bytes((length + 1).to_bytes(8, "little") + header + content[8 + length :])
+    with pytest.raises(UserError, match=r"damaged header \(tensor \w+ begins inside a value\)"):
         open_shard(shard)
 
 

@@ -14,7 +14,7 @@ import torch
 from eagle_train.data.rows import open_rows
 from eagle_train.errors import UserError
 from eagle_train.shards import reader
-from eagle_train.shards.files import ShardFile
+from eagle_train.shards.files import ShardFile, open_shard
 from eagle_train.shards.reader import open_shards
 
 
@@ -81,11 +81,14 @@ def test_shards_travel_to_other_processes(tiny_shards_dir: Path) -> None:
 
 def test_many_shards_do_not_stay_open(tiny_shards_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reader, "_MOST_OPEN", 2)
+    opened: list[Path] = []
+    monkeypatch.setattr(reader, "open_shard", lambda path: (opened.append(path), open_shard(path))[1])
     shards = open_shards(tiny_shards_dir)
-    kept = [shards.read(i) for i in range(shards.num_rows)]
-    assert len(shards._open) <= 2
+    kept = [shards.read(i) for i in [*range(shards.num_rows)] * 2]
+    assert len(shards._open) <= 2 < len(opened)
+    assert len(opened) == len(set(opened)), "headers are read once, however often a shard is mapped"
     again = [open_shards(tiny_shards_dir).read(i) for i in range(shards.num_rows)]
-    assert all(torch.equal(a.label_last, b.label_last) for a, b in zip(kept, again, strict=True))
+    assert all(torch.equal(a.label_last, b.label_last) for a, b in zip(kept, again * 2, strict=True))
 
 
 def test_the_frozen_target_needs_no_model(tiny_shards_dir: Path) -> None:
