@@ -26,7 +26,8 @@ EXAMPLES = """
 _ALWAYS = {"head", "target", "dtype", "chat_template", "trust_remote_code", "as_json"}
 _READ = {
     "--predict": _ALWAYS
-    | {"predict", "draft", "gamma", "temperature", "top_p", "top_k_sampling", "other_target", "report"},
+    | {"predict", "draft", "gamma", "temperature", "top_p", "top_k_sampling", "other_target", "report"}
+    | {"no_processors"},
     "--against-server": _ALWAYS | {"against_server", "questions", "num_questions", "max_new_tokens"},
 }
 _WHY = {
@@ -111,7 +112,8 @@ def run(
         "--against-server",
         metavar="URL",
         help="Ask a running vLLM or SGLang server the first turns greedily; compare its texts and counters "
-        "with those of our loop, which drafts as the server does. Exit code 1 where anything differs.",
+        "with those of our loop, which drafts as the server does, both without the target's own processors. "
+        "Exit code 1 where anything differs.",
     ),
     seed: options.Seed = 0,
     device_map: options.DeviceMap = None,
@@ -157,6 +159,7 @@ def run(
             chat_template=chat_template,
             trust_remote_code=trust_remote_code,
             other_target=other_target,
+            processors=not no_processors,
         )
     if target is None:
         raise UserError("eagle eval: no --target; give the model that the head was trained for")
@@ -279,6 +282,7 @@ def _predict(
             print(f"written: {', '.join(files)}")
         same = ["--draft", name, *(["--gamma", str(report["tree"]["depth"])] if name == "chain" else [])]
         same += ["--temperature", f"{report['temperature']:g}"] if report["temperature"] else []
+        same += [] if given["processors"] else ["--no-processors"]
         print(f"next: {options.eval_command(head, report['target'], same)}")
     return 0
 

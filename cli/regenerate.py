@@ -23,7 +23,7 @@ EXAMPLES = """
 """
 
 _OF_A_SERVER = {"served_model", "api_key_env", "in_flight", "tries", "timeout"}
-_OF_THIS_PROCESS = {"batch", "dtype", "device", "device_map", "processes"}
+_OF_THIS_PROCESS = {"batch", "dtype", "device", "device_map", "processes", "no_processors"}
 
 
 def run(
@@ -37,7 +37,10 @@ def run(
     target: options.Target,
     out: Path = typer.Option(..., "--out", help="The file to write: .jsonl or .jsonl.gz."),
     server: str | None = typer.Option(
-        None, "--server", help="URL of an OpenAI-compatible server that runs the target (vLLM, SGLang)."
+        None,
+        "--server",
+        help="URL of an OpenAI-compatible server that runs the target (vLLM, SGLang). It applies the "
+        "target's own processors by settings of its own.",
     ),
     served_model: str | None = typer.Option(
         None,
@@ -54,6 +57,7 @@ def run(
     top_p: options.TopP = 1.0,
     max_tokens: int = typer.Option(1024, "--max-tokens", help="Tokens of one answer, thoughts included."),
     seed: options.Seed = 0,
+    no_processors: options.NoProcessors = False,
     thinking: str = typer.Option(
         "keep", "--thinking", help="keep or strip what a reasoning model thinks before it answers."
     ),
@@ -92,7 +96,8 @@ def run(
         options.refuse_unread(context, _OF_A_SERVER, "without --server the target answers here")
     if distributed.launched():
         options.refuse_unread(context, {"processes"}, "torchrun has started the workers")
-    settings = AnswerSettings(temperature, top_p, max_tokens, seed, thinking == "keep")
+    own = not no_processors
+    settings = AnswerSettings(temperature, top_p, max_tokens, seed, thinking == "keep", processors=own)
     arguments = parse_arguments(template_arg or [])
     asked = None
     if server is not None:

@@ -39,6 +39,7 @@ def run(
     dtype: options.Dtype = "auto",
     chat_template: options.ChatTemplate = None,
     seed: options.Seed = 0,
+    no_processors: options.NoProcessors = False,
     trust_remote_code: options.TrustRemoteCode = False,
     out: str | None = typer.Option(
         None, "--out", metavar="FILE.json", help="Write the draft found, for --draft FILE.json."
@@ -58,6 +59,7 @@ def run(
         dtype=dtype,
         chat_template=chat_template,
         seed=seed,
+        processors=not no_processors,
         trust_remote_code=trust_remote_code,
         out=out,
     )
@@ -67,7 +69,8 @@ def run(
     print("\n".join(lines(report)))
     if out is not None:
         print(f"written: {out}")
-        print(f"next: {options.eval_command(head, target, ['--draft', out])}")
+        same = ["--draft", out, *(["--no-processors"] if no_processors else [])]
+        print(f"next: {options.eval_command(head, target, same)}")
     else:
         print(f"next: {_following(report)}")
     return 0

@@ -41,6 +41,7 @@ def run(
     max_new_tokens: int = typer.Option(64, "--max-new-tokens", help="Tokens of each answer at most."),
     dtype: list[str] | None = typer.Option(None, "--dtype", help="fp32 and bf16 by default; repeat it."),
     chat_template: options.ChatTemplate = None,
+    no_processors: options.NoProcessors = False,
     trust_remote_code: options.TrustRemoteCode = False,
     as_json: options.AsJson = False,
 ) -> int:
@@ -56,6 +57,7 @@ def run(
         max_new_tokens=max_new_tokens,
         dtypes=dtype or DTYPES,
         chat_template=chat_template,
+        processors=not no_processors,
         trust_remote_code=trust_remote_code,
     )
     if as_json:

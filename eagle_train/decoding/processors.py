@@ -14,38 +14,8 @@ import torch
 from torch import Tensor
 
 from eagle_train.errors import UserError
+from eagle_train.targets.generation import BY_TEXT, OF_THE_LAW, REFUSED, own_settings
 
-# Of a generation_config: what changes logits by the text, what only cuts the law of a sample, and what
-# depends on more than the text (another forward, an encoder, the loop's own limits) or draws in another way.
-BY_TEXT = (
-    "sequence_bias",
-    "repetition_penalty",
-    "no_repeat_ngram_size",
-    "bad_words_ids",
-    "min_length",
-    "min_new_tokens",
-    "forced_bos_token_id",
-    "exponential_decay_length_penalty",
-    "suppress_tokens",
-    "begin_suppress_tokens",
-)
-OF_THE_LAW = ("min_p", "typical_p", "epsilon_cutoff", "eta_cutoff")
-REFUSED = (
-    "guidance_scale",
-    "encoder_repetition_penalty",
-    "encoder_no_repeat_ngram_size",
-    "forced_eos_token_id",
-    "remove_invalid_values",
-    "watermarking_config",
-    "top_h",
-    "renormalize_logits",
-)
-_OFF = {
-    "repetition_penalty": 1.0,
-    "typical_p": 1.0,
-    "guidance_scale": 1.0,
-    "encoder_repetition_penalty": 1.0,
-}
 _WHY_NOT = {"forced_eos_token_id": "depends on the most tokens asked for, not on the text"}
 
 
@@ -70,15 +40,11 @@ class Processors:
 
 
 def own_processors(generation_config: Any, eos_ids: Sequence[int], name: str) -> Processors | None:
-    """Return what a target's generation_config sets, None where nothing.
+    """Return what a target's generation_config, or the record of one, sets; None where nothing.
 
     Raises UserError naming the first setting that cannot be honoured in a tree.
     """
-    given = {
-        key: value
-        for key in (*BY_TEXT, *OF_THE_LAW, *REFUSED)
-        if (value := getattr(generation_config, key, None)) not in (None, False, [], 0, _OFF.get(key))
-    }
+    given = own_settings(generation_config)
     for key in REFUSED:
         if key in given:
             why = _WHY_NOT.get(key, "is more than a function of the text so far")

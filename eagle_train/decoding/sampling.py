@@ -9,8 +9,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from eagle_train.decoding.processors import BY_TEXT, Processors
+from eagle_train.decoding.processors import Processors
 from eagle_train.errors import UserError
+from eagle_train.targets.generation import BY_TEXT
 
 LOWEST_TEMPERATURE = 1e-4
 

@@ -11,7 +11,7 @@ from eagle_train.evaluation.evaluate import evaluate
 from eagle_train.evaluation.heads import open_head
 from eagle_train.evaluation.methods import Method, usual_shape
 from eagle_train.evaluation.questions import read_questions
-from eagle_train.evaluation.report import NEAR_TIE, draft_name
+from eagle_train.evaluation.report import NEAR_TIE, draft_name, own_names
 from eagle_train.progress import counted
 from eagle_train.targets.load import load_target
 
@@ -41,11 +41,12 @@ def verify_head(
     `evaluate`.
     """
     some = read_questions(questions, num_questions)
-    checks, unexplained = [], []
+    checks, unexplained, own = [], [], {}  # type: tuple[list[Any], list[Any], dict[str, Any]]
     for dtype in dtypes:
         model = load_target(target, dtype=dtype, trust_remote_code=settings.get("trust_remote_code", False))
         shapes = list(drafts or [Chain(3), usual_shape(open_head(head, model))])
         report = evaluate(head, model, some, shapes, methods=methods, **settings)
+        own = report["processors"]
         for result in report["results"]:
             found = [{**one, "explained": explained(one, dtype)} for one in result["differences"]]
             name = f"{result['method']}, {draft_name(result['tree'])}"
@@ -60,7 +61,13 @@ def verify_head(
                 }
             )
             unexplained += [{"dtype": dtype, "draft": name, **one} for one in found if not one["explained"]]
-    return {"head": str(head), "target": target, "checks": checks, "unexplained": unexplained}
+    return {
+        "head": str(head),
+        "target": target,
+        "processors": own,
+        "checks": checks,
+        "unexplained": unexplained,
+    }
 
 
 def explained(difference: dict[str, Any], dtype: str) -> bool:
@@ -73,7 +80,7 @@ def explained(difference: dict[str, Any], dtype: str) -> bool:
 
 def lines(report: dict[str, Any]) -> list[str]:
     """Return the report as lines of text."""
-    found = [f"{report['head']} on {report['target']}, greedy, against plain decoding"]
+    found = [f"{report['head']} on {report['target']}, greedy{own_names(report)}, against plain decoding"]
     for check in report["checks"]:
         start = f"{check['dtype']}, {check['draft']} (tau {check['tau']:.2f}): "
         differences = check["differences"]

@@ -237,7 +237,12 @@ class Sglang:
         self, prompt: Sequence[int], max_new_tokens: int, eos_ids: Sequence[int]
     ) -> tuple[list[int], Counters]:
         """Return the greedy continuation's ids and what was counted for it."""
-        sampling = {"temperature": 0.0, "max_new_tokens": max_new_tokens, "stop_token_ids": list(eos_ids)}
+        sampling = {
+            "temperature": 0.0,
+            "repetition_penalty": 1.0,
+            "max_new_tokens": max_new_tokens,
+            "stop_token_ids": list(eos_ids),
+        }
         body = {"input_ids": list(prompt), "sampling_params": sampling}
         what = "ids and, in meta_info, spec_verify_ct and spec_correct_drafts_histogram"
         return self.server.read("/generate", self._read_answer, what, body)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import tempfile
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 
 from eagle_train.data.prepare import prepare
 from eagle_train.decoding.medusa import static_shape
+from eagle_train.decoding.processors import own_processors
 from eagle_train.decoding.sampling import Sampling
 from eagle_train.decoding.shapes import Chain, Dynamic, Sampled, Shape
 from eagle_train.decoding.trees import StaticShape
@@ -31,6 +33,7 @@ from eagle_train.shards.frozen_target import FrozenTarget
 from eagle_train.shards.reader import Shards, open_shards
 from eagle_train.shards.schema import MANIFEST, holds_feature_of
 from eagle_train.targets.extract import extract
+from eagle_train.targets.generation import own_settings
 from eagle_train.targets.load import default_device, load_target
 from eagle_train.training.loader import Loader
 from eagle_train.training.trained_on import other_weights, rows_not_trained_on, trained_on
@@ -54,6 +57,7 @@ def predict(
     chat_template: str | None = None,
     trust_remote_code: bool = False,
     other_target: bool = False,
+    processors: bool = True,
     show: bool = True,
 ) -> dict[str, Any]:
     """Return the figures that `draft`, by default a chain of `gamma` guesses, has on `texts`.
@@ -64,7 +68,9 @@ def predict(
     mere estimate on other people's answers. `rows` chooses rows of shards; None means all, but where `head`
     is a run that read these rows, from whichever shards, only the conversations that it held out;
     ``which_rows`` says which. A head known to be trained on other weights of the target is refused without
-    `other_target`. Raises UserError for anything the user must change.
+    `other_target`. `processors` says that the answers were written with those that the target's
+    generation_config sets, as `evaluate` and `regenerate` write. Raises UserError for anything the user must
+    change.
     """
     shape, sampling = draft or Chain(gamma), sampling or Sampling()
     if isinstance(shape, Dynamic) or (isinstance(shape, Sampled) and not sampling.greedy):
@@ -95,7 +101,7 @@ def predict(
         if rows is None:
             run = None if where is None else run_of(where.resolve())
             rows, which = rows_not_trained_on(run, shards)
-        figures = _figures(loaded, shards, rows, shape, sampling, device, show)
+        figures = _figures(loaded, shards, rows, shape, sampling, processors, device, show)
     else:
         assert target is not None
         with tempfile.TemporaryDirectory(prefix="eagle-predict-") as temporary:
@@ -122,7 +128,7 @@ def predict(
             )
             shards = open_shards(folder / "shards")
             rows, which = list(range(shards.num_rows)), "all"
-            figures = _figures(loaded, shards, rows, shape, sampling, device, show)
+            figures = _figures(loaded, shards, rows, shape, sampling, processors, device, show)
     return {
         "head": name,
         "kind": loaded.config.kind,
@@ -145,6 +151,7 @@ def _figures(
     rows: Sequence[int],
     shape: Shape,
     sampling: Sampling,
+    processors: bool,
     device: str | torch.device,
     show: bool,
 ) -> dict[str, Any]:
@@ -159,6 +166,10 @@ def _figures(
             f"{shards.folder}: holds the {top} likeliest tokens of each label; --predict at a temperature "
             "needs the states: extract without --label-top-k, or predict greedily"
         )
+    own = frozen.generation if processors else {}
+    if own and not sampling.greedy:
+        eos_ids = tuple(own.get("eos_token_id", ()))
+        sampling = replace(sampling, processors=own_processors(own, eos_ids, shards.info["target"]["name"]))
     by_kind, counts, rounds, tokens = ByKind(), AcceptanceCounts(), 0.0, 0
     # Medusa's guesses are no samples: they stand by the target's law alone, as greedy ones do
     samples = not (sampling.greedy or isinstance(head, MedusaHead))
@@ -177,10 +188,11 @@ def _figures(
                 _sort(began, batch, categories, by_kind)
                 rounds, tokens = float(counts.rounds), counts.tokens
             bar.advance(batch.num_tokens, f"tau {tokens / max(rounds, 1):.3f}")
+    found_also = {"processors": own_settings(own), **by_kind.figures}
     if by_law:
         tau = tokens / rounds if rounds else 1.0
-        return {"tau": tau, "rounds": rounds, "tokens": tokens, **by_kind.figures}
-    return {**acceptance_figures(counts, depth), **by_kind.figures}
+        return {"tau": tau, "rounds": rounds, "tokens": tokens, **found_also}
+    return {**acceptance_figures(counts, depth), **found_also}
 
 
 def _replayed(

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from eagle_train.decoding.sampling import Sampling, distribution
+from eagle_train.decoding.sampling import Sampling, distribution, processed
 from eagle_train.heads.disk import Head
 from eagle_train.heads.draft_vocab import to_draft
 from eagle_train.losses.acceptance import AcceptanceCounts, draft_logits, draft_steps
@@ -38,11 +38,16 @@ class Tables:
 
 @torch.no_grad()
 def tables(head: Head, frozen: FrozenTarget, batch: PackedBatch, steps: int, sampling: Sampling) -> Tables:
-    """Return the tables of a packed batch for `steps` guesses."""
+    """Return the tables of a packed batch for `steps` guesses.
+
+    The target's own processors of logits change nothing but `shares`: where a greedy guess stands, the text
+    alone decides, which they have shaped already.
+    """
     shape, device = (steps, len(batch.rows)), batch.rows.device
     ranks = torch.full(shape, NEVER, device=device)
     sure, said, shares = (torch.zeros(shape, device=device) for _ in range(3))
     draft_of = to_draft(head.draft_ids, head.config.vocab_size)
+    texts = _texts(batch) if sampling.reads_text else []
     for step in draft_steps(head, frozen, batch, steps):
         for out, index in zip(step.out.split(_ROWS_AT_ONCE), step.index.split(_ROWS_AT_ONCE), strict=True):
             token = batch.input_ids[batch.rows[index] + 2 + step.number]  # x[t+2+i]
@@ -55,11 +60,31 @@ def tables(head: Head, frozen: FrozenTarget, batch: PackedBatch, steps: int, sam
             sure[step.number, index] = law.amax(-1)
             said[step.number, index] = torch.where(drafted, law.gather(1, own.clamp(min=0)[:, None])[:, 0], 0)
             if not sampling.greedy:
-                target = frozen.logits(batch.label_last[batch.label0[index] + step.number])
+                target = frozen.logits(batch.label_last[batch.label0[index] + step.number])  # (c, V)
+                if sampling.reads_text:
+                    read = (texts[entry] for entry in index.tolist())
+                    target = torch.stack(
+                        [
+                            processed(logits_of, ids[: known + step.number], sampling, begun)
+                            for logits_of, (ids, known, begun) in zip(target, read, strict=True)
+                        ]
+                    )
                 p = distribution(target, sampling).gather(1, token[:, None])[:, 0]
                 q = distribution(logits, sampling).gather(1, own.clamp(min=0)[:, None])[:, 0]
                 shares[step.number, index] = torch.where(drafted, (q / p).clamp(max=1), 0)
     return Tables(ranks, sure, said, shares, batch.room.tolist())
+
+
+def _texts(batch: PackedBatch) -> list[tuple[list[int], int, int]]:
+    """Return for each entry its document, how many tokens of it step 0 follows, where its answer began."""
+    documents = [part.tolist() for part in batch.input_ids.split(batch.row_starts.diff().tolist())]
+    owner = (torch.searchsorted(batch.row_starts, batch.rows, right=True) - 1).tolist()
+    found, room, first = [], batch.room.tolist(), 0
+    for entry, position in enumerate(batch.position[batch.rows].tolist()):
+        if entry >= first + room[first]:  # the next answer, whose first row t = s - 1 reads its token x[s]
+            first = entry
+        found.append((documents[owner[entry]], position + 2, position + 1 - (entry - first)))
+    return found
 
 
 def replay_paths(

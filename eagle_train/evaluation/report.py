@@ -35,6 +35,11 @@ def draft_name(tree: dict[str, Any]) -> str:
     return f"{tree['draft']} tree of {tree['nodes']} nodes ({beams}depth {tree['depth']})"
 
 
+def own_names(report: dict[str, Any]) -> str:
+    """Name the target's own processors of logits that were applied, if there are any."""
+    return f", the target's own {', '.join(report['processors'])}" if report.get("processors") else ""
+
+
 def lines(report: dict[str, Any]) -> list[str]:
     """Return the report of `evaluate` as lines of text."""
     greedy = report["temperature"] == 0
@@ -45,8 +50,7 @@ def lines(report: dict[str, Any]) -> list[str]:
         how += ", blocks" if report["block"] else ""
     if report["repetition_penalty"] != 1:
         how += f", repetition penalty {report['repetition_penalty']:g}"
-    if report.get("processors"):
-        how += f", the target's own {', '.join(report['processors'])}"
+    how += own_names(report)
     who = f"{report['kind']} head {report['head']} on " if report["head"] else ""
     where = f" of {report['set']}" if report.get("set") else ""
     at_once = f", {report['batch']} prompts at once" if report["batch"] > 1 else ""
@@ -107,6 +111,9 @@ def predicted_lines(report: dict[str, Any]) -> list[str]:
         f"{report['rounds']:,.10g} round{'' if report['rounds'] == 1 else 's'}"
         f"{'' if 'accepted_histogram' in report else ', as expected'})",
     ]
+    if own := report["processors"]:
+        words = f"the target's own {', '.join(own)}"
+        found.append(f"  provided that the answers were written with {words}, as eval and regenerate do")
     if "accepted_histogram" in report:
         found += [
             f"  accepted by position      {_shares(report['accepted_by_position'])}",

@@ -89,6 +89,7 @@ def compare_with_server(
         "tree": shape.figures,
         "temperature": 0.0,
         "max_new_tokens": max_new_tokens,
+        "processors_set_aside": target.own_settings,
         "differences": differences,
     }
 
@@ -114,6 +115,8 @@ def server_lines(report: dict[str, Any]) -> list[str]:
         f"{counted(report['max_new_tokens'], 'new token')}; "
         f"acceptance length as {server['engine']} counts it, {report['counts_as']}"
     ]
+    if own := report["processors_set_aside"]:
+        found.append(f"  on both sides without the target's own {', '.join(own)}")
     names = {
         "server": f"{server['engine']} at {server['url']}",
         "loop": f"our loop, {report['loop']['dtype']}",

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from eagle_train.decoding.drafters import HeadDrafter
+from eagle_train.decoding.law import own_law
 from eagle_train.decoding.loop import Settings, plain
 from eagle_train.decoding.sampling import Sampling
 from eagle_train.decoding.shapes import Chain, Dynamic, Shape, Static, write_shape
@@ -22,7 +23,7 @@ from eagle_train.evaluation.machine import PASSES, Machine, measure
 from eagle_train.evaluation.outputs import check_output
 from eagle_train.evaluation.questions import Question, conversations, read_questions
 from eagle_train.evaluation.replay import Tables, replay_chain, replay_paths, tables
-from eagle_train.evaluation.report import draft_name
+from eagle_train.evaluation.report import draft_name, own_names
 from eagle_train.evaluation.tree_replay import TreeTables, replay_tree, tree_tables
 from eagle_train.heads.disk import Head
 from eagle_train.heads.medusa import MedusaHead
@@ -67,6 +68,7 @@ def tune(
     chat_template: str | None = None,
     seed: int = 0,
     trust_remote_code: bool = False,
+    processors: bool = True,
     out: str | Path | None = None,
     show: bool = True,
 ) -> dict[str, Any]:
@@ -75,7 +77,8 @@ def tune(
     Every other question is answered by the target, and the head's acceptance on those answers is replayed for
     every candidate; together with the machine's times that predicts its speed. The best is decoded on the
     remaining questions. Returns ``machine``, ``candidates`` (best first), ``best``, ``predicted_speedup``,
-    ``measured_speedup``, ``wins``. `out` writes the shape for ``--draft``. Raises UserError as `evaluate`.
+    ``measured_speedup``, ``wins``. `out` writes the shape for ``--draft``. `processors` as in `evaluate`.
+    Raises UserError as it does.
     """
     if out is not None:
         if Path(out).suffix != ".json":
@@ -88,6 +91,7 @@ def tune(
     if isinstance(loaded, MedusaHead):
         raise UserError("eagle tune: got Medusa heads, wanted an EAGLE head")
     sampling, some = sampling or Sampling(), read_questions(questions, num_questions)
+    sampling = own_law(target, sampling) if processors else sampling
     if len(some) < 2:
         raise UserError("eagle tune: got one question, wanted at least two: to learn from and to measure on")
     settings = Settings(max_new_tokens=max_new_tokens, sampling=sampling, seed=seed)
@@ -114,6 +118,7 @@ def tune(
         max_turns=1,
         chat_template=chat_template,
         seed=seed,
+        processors=processors,
         show=show,
     )
     if out is not None:
@@ -122,6 +127,7 @@ def tune(
         "head": str(head) if isinstance(head, str | Path) else "as given",
         "target": target.name,
         "temperature": sampling.temperature,
+        "processors": report["processors"],
         "dtype": report["dtype"],
         "device": report["device"],
         "threads": report["threads"],
@@ -248,8 +254,8 @@ def lines(report: dict[str, Any]) -> list[str]:
     draft = ", ".join(f"{rows}: {ms:g}" for rows, ms in machine["draft_ms"].items())
     output = ", ".join(f"{rows}: {ms:g}" for rows, ms in machine["output_ms"].items())
     found = [
-        f"{report['head']} on {report['target']}, temperature {report['temperature']:g}, {report['dtype']}, "
-        f"{report['device']}, {counted(report['threads'], 'thread')}",
+        f"{report['head']} on {report['target']}, temperature {report['temperature']:g}"
+        f"{own_names(report)}, {report['dtype']}, {report['device']}, {counted(report['threads'], 'thread')}",
         f"  the target's forward, ms by tokens   {verify}",
         f"  the head's step, ms by rows          {draft}",
         f"  the target's output map, ms by rows  {output}",

@@ -24,7 +24,8 @@ class AnswerSettings:
     """How answers are made. Temperature 0 is greedy; `max_new_tokens` bounds one answer, thoughts included.
 
     With `min_gap` a greedy answer ends (unfinished) before the first token whose two best logits are closer
-    than that, so that no order of summation can turn the text into something else.
+    than that, so that no order of summation can turn the text into something else. `processors` applies
+    those of logits that the target's generation_config sets; a server goes by settings of its own.
     """
 
     temperature: float = 0.0
@@ -33,6 +34,7 @@ class AnswerSettings:
     seed: int = 0
     keep_thinking: bool = True
     min_gap: float = 0.0
+    processors: bool = True
 
     def __post_init__(self) -> None:
         if self.temperature != 0 and not _LEAST_TEMPERATURE <= self.temperature < float("inf"):

@@ -14,7 +14,7 @@ from eagle_train.errors import UserError
 from eagle_train.progress import Progress
 from eagle_train.provenance import tokenizer_fingerprint
 from eagle_train.regenerate.answers import Answer, AnswerSettings, Asked, opens_thinking, without_thinking
-from eagle_train.regenerate.decode import Job, Made, decode
+from eagle_train.regenerate.decode import Job, Made, decode, sampling_of
 from eagle_train.regenerate.failures import Failures
 from eagle_train.regenerate.work import Work
 from eagle_train.targets.checkpoint import longest_text
@@ -40,6 +40,7 @@ class LocalAnswers:
             "template_fingerprint": template.fingerprint,
             "template_arguments": template.arguments,
             **settings.record(),
+            **_own(target, settings),
         }
 
     def run(self, asked: list[Asked], work: Work, failures: Failures, bar: Progress) -> None:
@@ -92,6 +93,12 @@ class LocalAnswers:
         )
         answer = Answer(str(text), made.finished, made.ids)
         return answer if self.settings.keep_thinking else without_thinking(answer, opened)
+
+
+def _own(target: Target, settings: AnswerSettings) -> dict[str, Any]:
+    """Return what the output says of the target's own processors, nothing where it has none."""
+    own = sampling_of(target, settings).processors
+    return {} if own is None else {"processors": own.values}
 
 
 def _stop_ids(target: Target, template: ChatTemplate) -> frozenset[int]:

@@ -29,6 +29,7 @@ _FIELDS: dict[str, tuple[type, ...]] = {
     "softcap": (float, int, type(None)),
     "target": (dict,),
     "config": (dict,),
+    "generation": (dict,),
 }
 _WORDS: dict[type, str] = {bool: "true or false", float: "a number", dict: "an object"}
 
@@ -48,6 +49,7 @@ class FrozenTarget:
     softcap: float | None = None
     config: dict[str, Any] = field(default_factory=dict)  # the target's text config
     target: dict[str, Any] = field(default_factory=dict)  # id, revision, dtype, fingerprints
+    generation: dict[str, Any] = field(default_factory=dict)  # its own processors of logits; mostly empty
 
     @property
     def tied(self) -> bool:
@@ -121,6 +123,7 @@ class FrozenTarget:
             "softcap": self.softcap,
             "target": self.target,
             "config": self.config,
+            **({"generation": self.generation} if self.generation else {}),
         }
         write_json(Path(folder) / RECORD, record)
 
@@ -134,6 +137,7 @@ class FrozenTarget:
                 f"{folder / RECORD}: format version {record.get('format_version')}, wanted {FORMAT_VERSION}; "
                 "it was written by another version of eagle"
             )
+        record.setdefault("generation", {})
         for name, kinds in _FIELDS.items():
             if name not in record or not isinstance(record[name], kinds):
                 raise UserError(
@@ -152,6 +156,7 @@ class FrozenTarget:
             softcap=record["softcap"],
             config=record["config"],
             target=record["target"],
+            generation=record["generation"],
         )
 
 

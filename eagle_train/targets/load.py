@@ -16,6 +16,7 @@ from eagle_train.errors import UserError, nearest
 from eagle_train.shards.frozen_target import FrozenTarget
 from eagle_train.targets import checkpoint
 from eagle_train.targets.fingerprint import weights_fingerprint
+from eagle_train.targets.generation import own_settings
 from eagle_train.targets.output_map import OutputMap, output_map
 
 if TYPE_CHECKING:
@@ -116,6 +117,11 @@ class Target:
             found += value if isinstance(value, list) else [] if value is None else [value]
         return tuple(dict.fromkeys(int(i) for i in found))
 
+    @property
+    def own_settings(self) -> dict[str, Any]:
+        """What its generation_config does to logits beside temperature, top-k and top-p; mostly nothing."""
+        return own_settings(getattr(self.model, "generation_config", None))
+
     @cached_property
     def fingerprint(self) -> str:
         """16 hex digits of the weights, the same in fp32, bf16 and across checkpoint layouts."""
@@ -171,6 +177,7 @@ class Target:
             softcap=self.output_map.softcap,
             config=checkpoint.plain_config(self.config),
             target=self.identity(),
+            generation={**self.own_settings, "eos_token_id": list(self.eos_ids)} if self.own_settings else {},
         )
 
     def identity(self) -> dict[str, Any]:

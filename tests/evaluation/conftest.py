@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socketserver
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from eagle_train.decoding.loop import Settings, plain
-from eagle_train.evaluation.questions import conversations
+from eagle_train.evaluation.questions import Question, conversations
 from eagle_train.heads.config import HeadConfig
-from eagle_train.heads.disk import build_head, save_head
+from eagle_train.heads.disk import EagleHead, build_head, save_head
 from eagle_train.targets.load import Target, load_target
 
 from .servers import QUESTIONS
@@ -33,23 +33,27 @@ def head_dir(target: Target, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture(scope="module")
 @torch.inference_mode()
-def head(target, tmp_path_factory) -> Path:
+def fitted_head(target: Target, questions: Sequence[Question], settings: Settings) -> EagleHead:
     """An EAGLE-1 head that is right now and then: fc fitted to the states of texts that the target wrote."""
     made = build_head(HeadConfig.for_target(target.config.to_dict(), "eagle1"))
     inputs, outputs = [], []
-    for _, conversation in conversations(target.tokenizer, QUESTIONS):
+    for _, conversation in conversations(target.tokenizer, list(questions)):
         prompt = conversation.ask(0)
-        ids = torch.tensor([*prompt, *plain(target, prompt, Settings(max_new_tokens=30)).ids])
+        ids = torch.tensor([*prompt, *plain(target, prompt, settings).ids])
         states = target.run_body(ids[None])[0]
         inputs.append(torch.cat([target.embedding[ids[1:]], states[:-1]], dim=-1)[len(prompt) - 1 :])
         outputs.append(states[1:][len(prompt) - 1 :])
     made.fc.weight.copy_(torch.linalg.lstsq(torch.cat(inputs), torch.cat(outputs)).solution.T)
     made.layers[0].self_attn.o_proj.weight.zero_()
     made.layers[0].mlp.down_proj.weight.zero_()
+    return made
+
+
+@pytest.fixture(scope="module")
+def head(target, tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("server") / "head"
-    save_head(made, folder)
+    save_head(fitted_head(target, QUESTIONS, Settings(max_new_tokens=30)), folder)
     return folder
 
 

@@ -44,6 +44,14 @@ def test_the_loop_and_a_server_that_does_the_same_agree_prompt_by_prompt(engine,
     assert server_fault(report) is None
 
 
+def test_what_is_set_aside_on_both_sides_is_said(engine, target, head, monkeypatch):
+    monkeypatch.setattr(target.model.generation_config, "repetition_penalty", 1.7)
+    report = compare_with_server(head, target, engine.url, QUESTIONS, max_new_tokens=30, show=False)
+    assert report["processors_set_aside"] == {"repetition_penalty": 1.7}
+    assert report["differences"] == []
+    assert "  on both sides without the target's own repetition_penalty" in server_lines(report)
+
+
 def test_a_server_with_another_head_is_told_by_its_counters(engine, target, head, tmp_path):
     other = load_head(head)
     with torch.no_grad():

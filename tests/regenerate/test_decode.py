@@ -150,7 +150,7 @@ def test_draws_follow_the_law_after_temperature_and_top_p() -> None:
         chances = [torch.Generator().manual_seed(seed + row) for row in range(4)]
         twins = [SeededChance(seed + row) for row in range(4)]
         for _ in range(5):
-            drawn = pick(logits, chances, SAMPLED)
+            drawn = pick(logits, chances, sampling)
             assert drawn == [
                 twin.choose(distribution(row, sampling)) for twin, row in zip(twins, logits, strict=True)
             ]
@@ -160,4 +160,4 @@ def test_a_draw_at_the_very_end_is_the_last_possible_token(monkeypatch: pytest.M
     logits = torch.tensor([[0.0, 1.0, 0.5, -30.0]])
     one = torch.tensor(1.0, dtype=torch.float64)
     monkeypatch.setattr(torch, "rand", lambda *_, **__: one)
-    assert pick(logits, [torch.Generator()], AnswerSettings(temperature=1.0, top_p=0.9)) == [2]
+    assert pick(logits, [torch.Generator()], Sampling(1.0, top_p=0.9)) == [2]
