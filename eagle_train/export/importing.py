@@ -21,7 +21,7 @@ from eagle_train.heads.foreign_config import Told
 from eagle_train.io import replacing_folder, sha256_file, write_json
 from eagle_train.progress import bytes_text
 from eagle_train.provenance import tool_version
-from eagle_train.training.trained_on import PROVENANCE
+from eagle_train.training.trained_on import PROVENANCE, trained_on
 
 _MADE_BY = "eagle import"
 _FILES = {CONFIG, WEIGHTS, PROVENANCE}
@@ -63,6 +63,7 @@ def import_head(
         "tool_version": tool_version(),
         "source": name,
         "layout": read.layout,
+        "target": trained_on(folder),
         "notes": list(read.notes),
     }
     with replacing_folder(final) as fresh:

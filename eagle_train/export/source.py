@@ -1,7 +1,8 @@
 """Where a head to be exported comes from, and what was recorded about it on the way.
 
 Only the head itself is required. The rest is taken where it lies: a run's recipe and figures beside its
-checkpoints, the target's config.json in its directory or in the local hub cache. Nothing is fetched.
+checkpoints, an earlier export's record of its target, the target's config.json in its directory or in the
+local hub cache. Nothing is fetched.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from eagle_train.shards.schema import MANIFEST
 from eagle_train.targets.load import DTYPES
 from eagle_train.training.metrics import read_metrics
 from eagle_train.training.run_folder import RECIPE, RECORD
+from eagle_train.training.trained_on import trained_on
 
 _LONG_NAMES = {short: str(dtype).removeprefix("torch.") for short, dtype in DTYPES.items()}
 
@@ -34,7 +36,7 @@ class Source:
 
     folder: Path  # holds config.json and model.safetensors
     run: Path | None = None
-    record: dict[str, Any] = field(default_factory=dict)  # run.json
+    record: dict[str, Any] = field(default_factory=dict)  # run.json; of an export the target alone
     recipe: Recipe | None = None
 
     @property
@@ -88,7 +90,7 @@ class Source:
             config = config or {**taken, "dtype": None}
         text = text_config(config)
         dtypes = [where.get(key) for where in (text, config) for key in ("dtype", "torch_dtype")]
-        dtypes.append(_LONG_NAMES.get(str(recorded.get("dtype"))))
+        dtypes.append(_LONG_NAMES.get(str(recorded.get("dtype")), recorded.get("dtype")))
         return TargetFacts(
             name=name,
             dtype=next((str(dtype) for dtype in dtypes if dtype), None),
@@ -96,7 +98,7 @@ class Source:
             model_type=text.get("model_type") or config.get("model_type"),
             max_positions=_whole(text.get("max_position_embeddings")),
             revision=recorded.get("revision") if recorded.get("name") == name else None,
-            fingerprint=recorded.get("fingerprint") if recorded.get("name") == name else None,
+            fingerprint=recorded.get("fingerprint"),  # whatever its name is now
         )
 
 
@@ -121,6 +123,8 @@ def find_source(path: str | Path) -> Source:
     folder = find_head(path).resolve()
     run, recipe = run_of(folder), None
     if run is None:
+        with contextlib.suppress(UserError):
+            return Source(folder, record={"target": trained_on(folder)})
         return Source(folder)
     with contextlib.suppress(UserError):  # a run of another version: its recipe is not needed
         recipe = load_recipe(run / RECIPE)

@@ -16,6 +16,7 @@ from eagle_train.errors import UserError
 from eagle_train.evaluation.heads import open_head
 from eagle_train.evaluation.predict import predict
 from eagle_train.export.export import export
+from eagle_train.export.importing import import_head
 from eagle_train.shards import upkeep
 from eagle_train.shards.reader import open_shards
 from eagle_train.targets.extract import extract
@@ -47,7 +48,9 @@ def run(tmp_path: Path, tiny: Tiny, tiny_shards_dir: Path) -> Path:
     return tmp_path / "run"
 
 
-def test_a_run_and_its_export_know_the_weights(run: Path, tmp_path: Path, tiny_target_dir: Path) -> None:
+def test_a_run_and_what_is_made_of_it_know_the_weights(
+    run: Path, tmp_path: Path, tiny_target_dir: Path
+) -> None:
     export(run, tmp_path / "head", engine="vllm")
     fingerprint = load_target(tiny_target_dir, device="cpu").fingerprint
     for head in (run, run / "best", tmp_path / "head"):
@@ -55,6 +58,13 @@ def test_a_run_and_its_export_know_the_weights(run: Path, tmp_path: Path, tiny_t
         assert known is not None
         assert Path(known["name"]).name == tiny_target_dir.name
         assert known["fingerprint"] == fingerprint
+    export(run, tmp_path / "renamed", engine="speculators", target="owner/name")
+    export(tmp_path / "renamed", tmp_path / "again", engine="vllm")
+    import_head(tmp_path / "again", tmp_path / "imported")
+    for head in ("renamed", "again", "imported"):
+        named = trained_on(tmp_path / head)
+        assert named is not None
+        assert (named["name"], named["fingerprint"]) == ("owner/name", fingerprint)
     alone = shutil.copytree((run / "best").resolve(), tmp_path / "alone")
     assert trained_on(alone) is None
 
