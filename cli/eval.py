@@ -27,7 +27,7 @@ _ALWAYS = {"head", "target", "dtype", "chat_template", "trust_remote_code", "as_
 _READ = {
     "--predict": _ALWAYS
     | {"predict", "draft", "gamma", "temperature", "top_p", "top_k_sampling", "other_target", "report"}
-    | {"no_processors"},
+    | {"no_processors", "tree_tokens", "top_k", "depth"},
     "--against-server": _ALWAYS | {"against_server", "questions", "num_questions", "max_new_tokens"},
 }
 _WHY = {
@@ -101,7 +101,7 @@ def run(
         None,
         "--predict",
         metavar="TEXTS",
-        help="No decoding: the acceptance of a chain or a static tree from shards, or from a file of the "
+        help="No decoding: the acceptance of a chain or a tree from shards, or from a file of the "
         "target's answers (written at --temperature), also by category where records have one.",
     ),
     other_target: bool = typer.Option(
@@ -280,7 +280,11 @@ def _predict(
         print("\n".join(predicted_lines(report)))
         if files:
             print(f"written: {', '.join(files)}")
-        same = ["--draft", name, *(["--gamma", str(report["tree"]["depth"])] if name == "chain" else [])]
+        tree = report["tree"]
+        same = ["--draft", name, *(["--gamma", str(tree["depth"])] if name == "chain" else [])]
+        if name == "dynamic":
+            sizes = {"--tree-tokens": tree["nodes"], "--top-k": tree["top_k"], "--depth": tree["depth"]}
+            same += [word for option, size in sizes.items() for word in (option, str(size))]
         same += ["--temperature", f"{report['temperature']:g}"] if report["temperature"] else []
         same += [] if given["processors"] else ["--no-processors"]
         print(f"next: {options.eval_command(head, report['target'], same)}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from eagle_train.evaluation.methods import Method, Sizes, entries_of, entries_of
 from eagle_train.evaluation.questions import Question, conversations, read_questions
 from eagle_train.evaluation.turns import Turns
 from eagle_train.heads.disk import Head
-from eagle_train.progress import progress
+from eagle_train.progress import counted, progress
 from eagle_train.targets import checkpoint
 from eagle_train.targets.load import Target, dtype_name, load_target
 
@@ -78,6 +79,8 @@ def evaluate(
     settings = Settings(max_new_tokens=max_new_tokens, sampling=sampling, seed=seed, block=block)
     _check_lengths(target, questions, max_new_tokens, chat_template)
     turns = Turns(target, questions, max_turns, max_new_tokens, chat_template)
+    if show:
+        print(_ahead(turns.total, len(entries), max_new_tokens), file=sys.stderr)
     with progress("eval", turns.total, "prompts", show) as bar:
         run = Comparison(target, entries, settings, bar)
         together = 1
@@ -115,6 +118,15 @@ def evaluate(
         },
         "results": results,
     }
+
+
+def _ahead(prompts: int, ways: int, max_new_tokens: int) -> str:
+    """Say how much is about to be decoded."""
+    return (
+        f"eval: {counted(prompts, 'prompt')}, each answered by plain decoding and in "
+        f"{counted(ways, 'other way')}, up to {counted(max_new_tokens, 'token')} an answer: at most "
+        f"{counted(prompts * (1 + ways) * max_new_tokens, 'token')}"
+    )
 
 
 def _check_lengths(

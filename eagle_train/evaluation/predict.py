@@ -1,4 +1,4 @@
-"""Acceptance without decoding: a chain's figures from texts that the target wrote, by one pass over them."""
+"""Acceptance without decoding: a draft's figures from texts that the target wrote, by one pass over them."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from eagle_train.data.prepare import prepare
+from eagle_train.decoding.drafters import HeadDrafter
 from eagle_train.decoding.medusa import static_shape
 from eagle_train.decoding.processors import own_processors
 from eagle_train.decoding.sampling import Sampling
@@ -21,6 +22,7 @@ from eagle_train.errors import UserError
 from eagle_train.evaluation.figures import ByKind, acceptance_figures
 from eagle_train.evaluation.heads import find_head, run_of
 from eagle_train.evaluation.replay import NEVER, replay_chain, replay_paths, tables
+from eagle_train.evaluation.tree_replay import drafter_of_tables, replay_tree, tree_tables
 from eagle_train.heads.config import HeadConfig, check_window
 from eagle_train.heads.disk import Head
 from eagle_train.heads.foreign import read_any
@@ -65,18 +67,18 @@ def predict(
     `texts` is a folder of shards, or conversations in any form that prepare reads, for which `target` is
     needed: its features are then taken, unrounded, into a temporary folder. The head runs in float32. Exact
     where the target wrote the answers greedily and its features are not rounded, close where they are, a
-    mere estimate on other people's answers. `rows` chooses rows of shards; None means all, but where `head`
-    is a run that read these rows, from whichever shards, only the conversations that it held out;
-    ``which_rows`` says which. A head known to be trained on other weights of the target is refused without
-    `other_target`. `processors` says that the answers were written with those that the target's
-    generation_config sets, as `evaluate` and `regenerate` write. Raises UserError for anything the user must
-    change.
+    mere estimate on other people's answers. Dynamic trees are grown anew at every place of a text, which
+    takes as long as drafting there. `rows` chooses rows; None means all, but where `head` is a run that read
+    these rows, from whichever shards, only the conversations that it held out; ``which_rows`` says which. A
+    head known to be trained on other weights of the target is refused without `other_target`. `processors`
+    says that the answers were written with those that the target's generation_config sets, as `evaluate` and
+    `regenerate` write. Raises UserError for anything the user must change.
     """
     shape, sampling = draft or Chain(gamma), sampling or Sampling()
-    if isinstance(shape, Dynamic) or (isinstance(shape, Sampled) and not sampling.greedy):
+    if isinstance(shape, Sampled) and not sampling.greedy:
         raise UserError(
-            f"predict: a {shape.figures['draft']} tree depends on more than the text; "
-            "give a chain or a static tree, or decode"
+            "predict: a sampled tree depends on more than the text; give a chain, a static or a dynamic "
+            "tree, or decode"
         )
     where = find_head(head) if isinstance(head, str | Path) else None
     shards = open_shards(texts) if (Path(texts) / MANIFEST).is_file() else None
@@ -97,10 +99,7 @@ def predict(
         static_shape(loaded.config, shape)  # refuses what Medusa heads cannot draft
     device = default_device() if device is None else device
     if shards is not None:
-        which = "as given"
-        if rows is None:
-            run = None if where is None else run_of(where.resolve())
-            rows, which = rows_not_trained_on(run, shards)
+        rows, which = _chosen(rows, where, shards)
         figures = _figures(loaded, shards, rows, shape, sampling, processors, device, show)
     else:
         assert target is not None
@@ -127,7 +126,7 @@ def predict(
                 announce=False,
             )
             shards = open_shards(folder / "shards")
-            rows, which = list(range(shards.num_rows)), "all"
+            rows, which = _chosen(rows, where, shards)
             figures = _figures(loaded, shards, rows, shape, sampling, processors, device, show)
     return {
         "head": name,
@@ -143,6 +142,13 @@ def predict(
         **figures,
         "tree": shape.figures,
     }
+
+
+def _chosen(rows: Sequence[int] | None, head: Path | None, shards: Shards) -> tuple[Sequence[int], str]:
+    """Return the rows to predict on, and in words which they are."""
+    if rows is not None:
+        return rows, "as given"
+    return rows_not_trained_on(None if head is None else run_of(head.resolve()), shards)
 
 
 def _figures(
@@ -174,6 +180,8 @@ def _figures(
     # Medusa's guesses are no samples: they stand by the target's law alone, as greedy ones do
     samples = not (sampling.greedy or isinstance(head, MedusaHead))
     by_law = isinstance(shape, Chain) and (shape.stop > 0 or samples)
+    layers = int(shards.info["num_layers"])
+    drafter = drafter_of_tables(head, frozen, layers) if isinstance(shape, Dynamic) else None
     with progress("predict", sum(int(shards.lengths[row]) for row in rows), "tokens", show) as bar:
         for numbers, batch in loader.numbered(rows):
             batch, categories = batch.to(device), [shards.categories[row] for row in numbers]
@@ -183,7 +191,7 @@ def _figures(
                 rounds, tokens = rounds + expected.rounds, tokens + expected.tokens
                 _sort(expected.began, batch, categories, by_kind)
             else:
-                replayed, began = _replayed(head, frozen, batch, shape)
+                replayed, began = _replayed(head, frozen, batch, shape, drafter)
                 counts += replayed
                 _sort(began, batch, categories, by_kind)
                 rounds, tokens = float(counts.rounds), counts.tokens
@@ -196,15 +204,20 @@ def _figures(
 
 
 def _replayed(
-    head: Head, frozen: FrozenTarget, batch: PackedBatch, shape: Shape
+    head: Head, frozen: FrozenTarget, batch: PackedBatch, shape: Shape, drafter: HeadDrafter | None
 ) -> tuple[AcceptanceCounts, list[Began]]:
-    """Replay a chain of first choices or a static tree; return its counts and its rounds."""
+    """Replay a chain of first choices or a tree; return its counts and its rounds."""
     room, began = batch.room.tolist(), []  # type: tuple[list[int], list[tuple[int, int]]]
+    if isinstance(shape, Dynamic):
+        assert drafter is not None
+        guesses = shape.total_tokens - 1
+        grown = tree_tables(drafter, batch, shape.top_k, shape.depth, [guesses])
+        counts = replay_tree(grown, guesses, shape.depth, began)
+        return counts, [(at, 1, emitted) for at, emitted in began]
     if isinstance(shape, Chain):  # first choices are enough, and faster
         hits = chain_hits(head, frozen, batch, shape.gamma)
         ranks, paths = torch.where(hits, 0, NEVER), StaticShape.chain(shape.gamma).paths
     else:
-        assert not isinstance(shape, Dynamic)
         depth, paths = max(map(len, shape.paths)), shape.paths
         ranks = tables(head, frozen, batch, depth, Sampling()).ranks
     counts = replay_paths(ranks, room, paths, began)

@@ -12,6 +12,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -20,10 +22,14 @@ from eagle_train.decoding.asking import answered
 from eagle_train.decoding.drafters import HeadDrafter
 from eagle_train.decoding.reader import Rows
 from eagle_train.decoding.sampling import SeededChance
+from eagle_train.decoding.shapes import Dynamic
 from eagle_train.decoding.trees import growing_dynamic
 from eagle_train.evaluation.replay import NEVER
+from eagle_train.heads.disk import Head
 from eagle_train.losses.acceptance import AcceptanceCounts
 from eagle_train.shards.batches import PackedBatch
+from eagle_train.shards.frozen_target import FrozenTarget
+from eagle_train.targets.load import Target
 
 
 @dataclass(frozen=True)
@@ -45,6 +51,14 @@ class TreeTables:
     def most_guesses(self, depth: int) -> int:
         """Return how many nodes so many levels hold."""
         return self.top_k + (depth - 1) * self.top_k**2
+
+
+def drafter_of_tables(head: Head, frozen: FrozenTarget, num_layers: int) -> HeadDrafter:
+    """Return a drafter for a target that is not there: drafting asks for its tables and sizes alone."""
+    sizes = {"vocab_size": frozen.vocab_size, "hidden_size": frozen.hidden_size, "num_layers": num_layers}
+    place = {"device": frozen.device, "dtype": frozen.dtype, "name": frozen.target.get("name")}
+    there = SimpleNamespace(embedding=frozen.embedding, frozen=lambda: frozen, **sizes, **place)
+    return HeadDrafter(head, cast(Target, there), Dynamic())
 
 
 @torch.inference_mode()
@@ -148,13 +162,20 @@ def _steps(level: Tensor, scores: Tensor, budgets: Sequence[int], depth: int) ->
     return steps
 
 
-def replay_tree(found: TreeTables, guesses: int, depth: int) -> AcceptanceCounts:
-    """Return what a dynamic tree of so many guesses and levels accepts, round by round."""
+def replay_tree(
+    found: TreeTables, guesses: int, depth: int, began: list[tuple[int, int]] | None = None
+) -> AcceptanceCounts:
+    """Return what a dynamic tree of so many guesses and levels accepts, round by round.
+
+    `began` is given the entry at which each round began and the tokens it emitted.
+    """
     stands = (found.ranks[:, depth - 1, :depth] < guesses).long().cumprod(1).sum(1).tolist()  # [C]
     histogram, rounds, tokens, at = [0] * (depth + 1), 0, 0, 0
     while at < len(found.room):
         accepted = min(stands[at], found.room[at])
         emitted = min(accepted + 1, found.room[at])
         histogram[accepted] += 1
+        if began is not None:
+            began.append((at, emitted))
         rounds, tokens, at = rounds + 1, tokens + emitted, at + emitted
     return AcceptanceCounts(rounds, tokens, tuple(histogram))

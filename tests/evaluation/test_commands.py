@@ -32,8 +32,12 @@ def test_eval_prints_figures_and_the_next_command(head_dir, tiny_target_dir, cap
         *("eval", head_dir, "--target", tiny_target_dir, "--num-questions", 2, "--max-turns", 1),
         *("--max-new-tokens", 6, "--draft", "chain", "--draft", "dynamic", "--tree-tokens", 9, "--depth", 2),
     )
-    out = capsys.readouterr().out
+    out, told = capsys.readouterr()
     assert code == 0
+    assert told.splitlines()[0] == (  # before anything is decoded
+        "eval: 2 prompts, each answered by plain decoding and in 2 other ways, up to 6 tokens an answer: "
+        "at most 36 tokens"
+    )
     assert "chain of 3" in out
     assert "dynamic tree of 9 nodes (top-k 10, depth 2)" in out
     assert out.count("equal to plain decoding on every prompt") == 2

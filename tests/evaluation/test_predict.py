@@ -107,7 +107,8 @@ def test_predicted_figures_of_answers_equal_the_measured_ones(
     target, tiny_target_dir, answered, trained, kind
 ):
     head = trained[kind] / "last"
-    predicted = predict(head, answered[0], str(tiny_target_dir), gamma=3, dtype="fp32", show=False)
+    given = {"gamma": 3, "dtype": "fp32", "rows": range(len(QUESTIONS)), "show": False}
+    predicted = predict(head, answered[0], str(tiny_target_dir), **given)
     measured = evaluate(head, target, QUESTIONS, [Chain(3)], max_new_tokens=24, show=False)
     names = ["tau", "rounds", "tokens", "accepted_histogram", "accepted_by_position", "tree"]
     for name in (*names, "tau_by_category", "tau_by_place", "tau_by_context"):
@@ -119,7 +120,9 @@ def test_predicted_figures_of_answers_equal_the_measured_ones(
 
 @pytest.mark.parametrize("kind", ["eagle1", "eagle3"])
 @pytest.mark.parametrize(
-    "draft", [Static(), Sampled((3, 2)), Chain(3, stop=0.2)], ids=["static", "ranks", "stop"]
+    "draft",
+    [Static(), Sampled((3, 2)), Chain(3, stop=0.2), Dynamic(9, 3, 4)],
+    ids=["static", "ranks", "stop", "dynamic"],
 )
 def test_trees_and_stopping_chains_are_predicted_too(target, answered, trained, kind, draft):
     head = trained[kind] / "last"
@@ -199,13 +202,13 @@ def test_what_medusa_heads_cannot_draft_is_refused(target, answered):
 
 
 def test_what_depends_on_more_than_the_text_is_not_predicted(answered, trained):
-    for draft, sampling in ((Dynamic(), None), (Sampled(), Sampling(1.0))):
-        with pytest.raises(UserError, match="depends on more than the text"):
-            predict(trained["eagle3"], answered[1]["eagle3"], draft=draft, sampling=sampling, show=False)
+    given = {"draft": Sampled(), "sampling": Sampling(1.0), "show": False}
+    with pytest.raises(UserError, match="a sampled tree depends on more than the text"):
+        predict(trained["eagle3"], answered[1]["eagle3"], **given)
 
 
 @pytest.mark.parametrize("kind", ["eagle1", "eagle3"])
-def test_a_run_is_predicted_on_the_rows_it_held_out(answered, trained, kind):
+def test_a_run_is_predicted_on_the_rows_it_held_out(answered, trained, kind, tiny_target_dir):
     shards = open_shards(answered[1][kind])
     (held,) = split(shards.conversation_ids, 1)[1]
     run = trained[kind]
@@ -213,6 +216,9 @@ def test_a_run_is_predicted_on_the_rows_it_held_out(answered, trained, kind):
     assert (report["which_rows"], report["rows"]) == ("held out from training", 1)
     chosen = predict(run, answered[1][kind], gamma=3, rows=[held], show=False)
     assert {**chosen, "which_rows": 0} == {**report, "which_rows": 0}
+    texts = predict(run, answered[0], str(tiny_target_dir), gamma=3, dtype="fp32", show=False)
+    named = {"texts": 0}  # of the same conversations as a file, prepared alike
+    assert {**texts, **named} == {**report, **named}
     everything = predict(run, answered[1][kind], gamma=3, rows=range(shards.num_rows), show=False)
     assert everything["tokens"] > report["tokens"] > 0
     assert everything["tau"] > report["tau"]  # it knows the others by heart

@@ -119,7 +119,7 @@ def test_the_command_prints_both_sides_and_refuses_what_it_cannot_compare(
         (
             "--predict",
             "--window=9 --level=3 --guesses=4 --max-new-tokens=5 --seed=0 --against-server=http://x --block "
-            "--repetition-penalty=1.0 --top-k=4 --questions=x --num-questions=3 --max-turns=1",
+            "--repetition-penalty=1.0 --questions=x --num-questions=3 --max-turns=1",
         ),
     ],
 )
