@@ -19,7 +19,7 @@ EXAMPLES = """
 
     eagle regenerate chats.jsonl --target Qwen/Qwen3-8B --server http://localhost:8000 --out answers.jsonl.gz
 
-    eagle regenerate chats/ --target ./my-model --temperature 0.7 --top-p 0.9 --max-tokens 2048 --out a.jsonl
+    eagle regenerate chats/ --target ./model --temperature 0.7 --top-p 0.9 --max-new-tokens 2048 --out a.jsonl
 """
 
 _OF_A_SERVER = {"served_model", "api_key_env", "in_flight", "tries", "timeout"}
@@ -55,7 +55,9 @@ def run(
     timeout: float = typer.Option(600.0, "--timeout", help="Seconds that one request may take."),
     temperature: options.Temperature = 0.0,
     top_p: options.TopP = 1.0,
-    max_tokens: int = typer.Option(1024, "--max-tokens", help="Tokens of one answer, thoughts included."),
+    max_new_tokens: int = typer.Option(
+        1024, "--max-new-tokens", help="Tokens of one answer, thoughts included."
+    ),
     seed: options.Seed = 0,
     no_processors: options.NoProcessors = False,
     thinking: str = typer.Option(
@@ -97,7 +99,7 @@ def run(
     if distributed.launched():
         options.refuse_unread(context, {"processes"}, "torchrun has started the workers")
     own = not no_processors
-    settings = AnswerSettings(temperature, top_p, max_tokens, seed, thinking == "keep", processors=own)
+    settings = AnswerSettings(temperature, top_p, max_new_tokens, seed, thinking == "keep", processors=own)
     arguments = parse_arguments(template_arg or [])
     asked = None
     if server is not None:

@@ -13,11 +13,11 @@ import re
 import shlex
 import time
 import urllib.error
-import urllib.parse
 import urllib.request
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
+from eagle_train.address import is_address
 from eagle_train.decoding.shapes import Chain, Dynamic, Shape
 from eagle_train.errors import UserError
 from eagle_train.evaluation.counters import Counters
@@ -38,7 +38,7 @@ class Server:
 
     def __init__(self, url: str) -> None:
         self.url = url.rstrip("/").removesuffix("/v1")
-        if not _is_address(self.url):
+        if not is_address(self.url):
             raise UserError(
                 f"--against-server {shlex.quote(url)}: no address; wanted one such as http://localhost:8000"
             )
@@ -76,17 +76,6 @@ class Server:
         except (OSError, ValueError, http.client.HTTPException) as error:
             reason = getattr(error, "reason", None) or str(error) or type(error).__name__
             raise UserError(f"{self.url}{path}: cannot be reached ({reason}); is the server up?") from error
-
-
-def _is_address(url: str) -> bool:
-    """True where `url` names a host over HTTP, and a port that there can be, if any."""
-    if not url.isprintable() or " " in url:
-        return False
-    try:
-        parts = urllib.parse.urlsplit(url)
-        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-    except ValueError:  # brackets that do not close, a port above 65,535
-        return False
 
 
 def find_engine(url: str) -> Vllm | Sglang:

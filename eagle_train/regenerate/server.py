@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import random
+import shlex
 import sys
 import time
 from collections.abc import Iterator
@@ -13,6 +14,7 @@ from typing import Any
 
 import httpx
 
+from eagle_train.address import is_address
 from eagle_train.data.answer_ids import say
 from eagle_train.data.templates import Arguments
 from eagle_train.data.tokenizer import load_tokenizer
@@ -56,8 +58,8 @@ class Server:
     api_key_env: str | None = None
 
     def __post_init__(self) -> None:
-        if not self.url.startswith(("http://", "https://")):
-            raise UserError(f"--server {self.url}: wanted a URL such as http://localhost:8000")
+        if not is_address(self.url):
+            raise UserError(f"--server {shlex.quote(self.url)}: wanted a URL such as http://localhost:8000")
         if self.in_flight < 1:
             raise UserError(f"--in-flight {self.in_flight}: wanted 1 or more")
         if self.tries < 1:

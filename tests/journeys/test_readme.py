@@ -17,7 +17,7 @@ from eagle_cli import main as main_module
 
 _README = (Path(__file__).resolve().parents[2] / "README.md").read_text()
 _SHORTER = {
-    "regenerate": ["--max-tokens", "64"],
+    "regenerate": ["--max-new-tokens", "64"],
     "extract": ["--dtype", "fp32"],
     "train": ["--set", "head.draft_vocab_size=128", "--set", "run.epochs=1"],
     "eval": ["--num-questions", "2", "--max-new-tokens", "8"],

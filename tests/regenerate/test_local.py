@@ -24,7 +24,7 @@ from eagle_train.targets.load import Target
 from .asking import STOPS, chats, command, kill_after, read, write
 
 SETTINGS = AnswerSettings(max_new_tokens=24)
-HOW = ("--max-tokens", "24", "--dtype", "fp32", "--device", "cpu", "--batch", "4")  # as `make` does
+HOW = ("--max-new-tokens", "24", "--dtype", "fp32", "--device", "cpu", "--batch", "4")  # as `make` does
 
 
 def make(data: Path, target: Target | Path, out: Path, **options: Any) -> dict[str, Any]:
@@ -306,7 +306,7 @@ def test_the_command_starts_workers_with_what_was_typed(
     assert not left.value.code
     (typed,) = launched
     assert (typed[:2], typed[-1]) == (["regenerate", str(data)], "--worker")
-    for option, value in (("--max-tokens", "24"), ("--batch", "4"), ("--template-arg", "a=b")):
+    for option, value in (("--max-new-tokens", "24"), ("--batch", "4"), ("--template-arg", "a=b")):
         assert typed[typed.index(option) + 1] == value
     assert "--processes" not in typed
     assert shown(out) == expected
