@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+from .family_masks import FAMILIES
+
 CHATML = (
     "{% for message in messages %}"
     "{% if loop.first and message['role'] != 'system' %}"
@@ -131,6 +133,24 @@ def target(tmp_path_factory: pytest.TempPathFactory, byte_level: Any) -> Path:
     folder = tmp_path_factory.mktemp("target")
     byte_level("chatml").save_pretrained(folder)
     return folder
+
+
+@pytest.fixture(scope="session")
+def tokenizers(byte_level: Any) -> dict[str, Any]:
+    """Every family's tokenizer with its special tokens, and its template where it is not built in."""
+    from tokenizers import AddedToken
+
+    made = {}
+    for name, family in FAMILIES.items():
+        tokenizer = byte_level(None)
+        tokenizer.add_tokens([AddedToken(text, special=True, normalized=False) for text in family.special])
+        tokenizer.add_tokens(
+            [AddedToken(text, special=True, normalized=False, rstrip=True) for text in family.swallowing]
+        )
+        tokenizer.bos_token, tokenizer.eos_token = family.bos, family.eos
+        tokenizer.chat_template = family.template if "{" in family.template else None
+        made[name] = tokenizer
+    return made
 
 
 def _byte_level(template: str | None, swallowing: bool) -> Any:
