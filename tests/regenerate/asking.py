@@ -38,6 +38,11 @@ def read(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
+def shown(out: Path) -> list[dict[str, Any]]:
+    """Return what an output says of its conversations, without how it came about."""
+    return [{"id": line["id"], "messages": line["messages"]} for line in read(out)]
+
+
 def command(data: Path, target: Path | str, out: Path, *more: str) -> list[str]:
     """The command line of a process of its own; from its fourth word on it is that of ``eagle``."""
     named = (str(data), "--target", str(target), "--out", str(out))

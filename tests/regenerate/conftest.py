@@ -7,12 +7,15 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from eagle_train.regenerate import server as module
 from eagle_train.targets.load import Target, load_target
 
-from .asking import STOPS
+from .asking import STOPS, chats
+from .local import one_by_one
 
 
 @pytest.fixture(scope="session")
@@ -29,6 +32,13 @@ def ending_target_dir(
 @pytest.fixture(scope="session")
 def target(ending_target_dir: Path) -> Target:
     return load_target(ending_target_dir, dtype="fp32", device="cpu")
+
+
+@pytest.fixture(scope="session")
+def expected(target: Target) -> list[dict[str, Any]]:
+    """What the target answers to `chats()` one by one, without those that stay empty."""
+    found = [{"id": record["id"], "messages": one_by_one(target, record)} for record in chats()]
+    return [record for record in found if record["messages"]]
 
 
 @pytest.fixture
@@ -49,3 +59,9 @@ def start_server(tmp_path: Path) -> Iterator[Callable[..., tuple[str, Path]]]:
         process.kill()
         process.wait()
         process.stdout.close()  # type: ignore[union-attr]
+
+
+@pytest.fixture(autouse=True)
+def _short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between the tries of a request."""
+    monkeypatch.setattr(module, "_FIRST_PAUSE", 0.01)
