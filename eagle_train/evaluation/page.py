@@ -37,7 +37,11 @@ def predicted_page(report: dict[str, Any]) -> str:
     text = as_text("\n".join(predicted_lines(report)))
     drawn = {"results": [{**report, "method": report["kind"]}]}
     plots = [plot(caption, draw, drawn, caption) for key, caption, draw in _PLOTS if report.get(key)]
-    parts = [f"<h1>Acceptance on {as_text(report['texts'])}, predicted</h1>", f"<pre>{text}</pre>", *plots]
+    parts = [
+        f"<h1>Acceptance on {as_text(report['texts'])}, predicted</h1>",
+        f'<pre style="white-space:pre-wrap">{text}</pre>',
+        *plots,
+    ]
     return as_html("eagle eval --predict", parts)
 
 
