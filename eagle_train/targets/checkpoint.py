@@ -19,6 +19,9 @@ from eagle_train.errors import UserError
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
+# what reading a checkpoint raises where it is not as its library wants it
+ODD = (OSError, ValueError, KeyError, ImportError, RuntimeError, TypeError, AttributeError, AssertionError)
+
 
 def load_model(
     target: str,
@@ -46,7 +49,7 @@ def load_model(
             where, dtype=dtype, output_loading_info=True, **arguments
         )
     model, report = loaded
-    _refuse_incomplete(target, report, config)
+    _refuse_incomplete(target, report)
     if device_map is not None:
         _say_spilled(model)
         return model
@@ -70,12 +73,24 @@ def quantisation(config: PretrainedConfig) -> str | None:
 
 
 def load_config(target: str, trust_remote_code: bool) -> PretrainedConfig:
-    """Load the target's config alone; raise UserError when it can't be found."""
+    """Load the target's config alone.
+
+    Raises UserError when it can't be found, or names a quantisation that transformers does not know: loading
+    would take packed weights for plain ones and leave their scales out.
+    """
     from transformers import AutoConfig
+    from transformers.quantizers import AutoHfQuantizer
 
     where, source = _source(target)
     with explained(target), quiet():
-        return AutoConfig.from_pretrained(where, trust_remote_code=trust_remote_code, **source)
+        config = AutoConfig.from_pretrained(where, trust_remote_code=trust_remote_code, **source)
+        packing = getattr(config, "quantization_config", None)
+        if not isinstance(packing, dict) or AutoHfQuantizer.supports_quant_method(packing):
+            return config
+    raise UserError(
+        f"{target}: quantised by {quantisation(config)}, which the installed transformers does not know; use "
+        "another checkpoint of this model, or a transformers that reads it"
+    )
 
 
 def skeleton(config: PretrainedConfig, trust_remote_code: bool) -> PreTrainedModel:
@@ -204,18 +219,12 @@ def dense_output(weight: Tensor, name: str, what: str) -> Tensor:
     return found
 
 
-def _refuse_incomplete(target: str, report: Any, config: PretrainedConfig) -> None:
+def _refuse_incomplete(target: str, report: Any) -> None:
     missing = sorted(_field(report, "missing_keys"))
     if missing:
         some = ", ".join(missing[:3]) + (" ..." if len(missing) > 3 else "")
-        method = quantisation(config)
-        advice = (
-            f"does the installed transformers know its quantisation, {method}?"
-            if method
-            else "fetch it again"
-        )
         raise UserError(
-            f"{target}: the checkpoint lacks {len(missing)} of the model's tensors ({some}); {advice}"
+            f"{target}: the checkpoint lacks {len(missing)} of the model's tensors ({some}); fetch it again"
         )
     if wrong := _field(report, "mismatched_keys"):
         raise UserError(
@@ -249,7 +258,7 @@ def explained(target: str) -> Iterator[None]:
             yield
         except SafetensorError as error:
             raise UserError(f"{target}: a weight file is damaged ({error}); fetch it again") from error
-        except (OSError, ValueError, KeyError, ImportError, RuntimeError, TypeError, AttributeError) as error:
+        except ODD as error:
             why = _first_line(error)
             if silent:
                 why = f"no such directory here, and {silent}; give a hub id, a directory or a .gguf file"

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from eagle_train import hub
-from eagle_train.targets.checkpoint import explained, quantisation, quiet
+from eagle_train.targets.checkpoint import ODD, explained, quantisation, quiet
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -64,7 +64,7 @@ def _unpacked(config: PretrainedConfig) -> bool:
         with quiet():
             quantiser = AutoHfQuantizer.from_config(config.quantization_config, pre_quantized=True)
             quantiser.validate_environment(device_map=None)
-    except (ImportError, ValueError, RuntimeError, OSError, AttributeError, TypeError, KeyError):
+    except ODD:
         return False  # loading says what is wrong; elsewhere it may be right
     return bool(getattr(quantiser.quantization_config, "dequantize", False))
 

@@ -203,7 +203,7 @@ def test_a_missing_library_is_named_in_one_line(tmp_path: Path, tiny_target_dir:
     assert "\n" not in str(caught.value)
 
 
-def marked(source: Path, folder: Path, quantisation: dict) -> Path:
+def marked(source: Path, folder: Path, quantisation: dict | str) -> Path:
     """Copy a target and let its config say that it is quantised."""
     shutil.copytree(source, folder)
     config = json.loads((folder / "config.json").read_text())
@@ -255,14 +255,23 @@ def test_fp8_weights_that_are_unpacked_on_a_cpu_count_as_they_are_then(tmp_path:
     assert planned(folder) == held(target.model) == planned(tiny_target_dir)
 
 
-def test_a_quantisation_that_nobody_knows_is_named(tmp_path: Path, tiny_target_dir: Path):
+def test_a_quantisation_that_nobody_knows_is_refused(tmp_path: Path, tiny_target_dir: Path):
+    """Loaded, its integers would be taken for weights, and their scales left out."""
     folder = marked(tiny_target_dir, tmp_path / "t", {"quant_method": "zip"})
-    tensors = {
-        name.replace("up_proj.weight", "up_proj.zipped"): tensor
-        for name, tensor in load_tensors(folder / "model.safetensors")[0].items()
-    }
+    tensors = load_tensors(folder / "model.safetensors")[0]
+    for name in [name for name in tensors if name.endswith("up_proj.weight")]:
+        scale = tensors[name].abs().max() / 127
+        tensors |= {name: (tensors[name] / scale).round().to(torch.int8), f"{name}_scale": scale.reshape(1)}
     save_tensors(folder / "model.safetensors", tensors, {"format": "pt"})
-    with pytest.raises(
-        UserError, match=r"lacks 8 of the .* does the installed transformers know its .*, zip"
-    ):
+    with pytest.raises(UserError, match="quantised by zip, which the installed transformers does not know"):
         load_target(folder, device="cpu")
+
+
+@pytest.mark.parametrize("settings", [{"quant_method": "torchao", "quant_type": "int8"}, {"bits": 4}, "int4"])
+def test_settings_of_a_quantisation_that_make_no_sense_are_one_line(
+    tmp_path: Path, tiny_target_dir: Path, settings
+):
+    folder = marked(tiny_target_dir, tmp_path / "t", settings)
+    with pytest.raises(UserError, match="could not be loaded as a causal language model") as caught:
+        load_target(folder, device="cpu")
+    assert "\n" not in str(caught.value)
