@@ -6,7 +6,9 @@ import importlib.util
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
+import huggingface_hub
 import pytest
 import torch
 
@@ -237,6 +239,29 @@ def test_memory_of_packed_weights_is_read_from_the_headers(tmp_path: Path, tiny_
         planned(folder)
     (folder / names[-1]).unlink()
     assert planned(folder) == planned(tiny_target_dir)
+
+
+@pytest.mark.usefixtures("no_hub")
+def test_headers_on_the_hub_are_read_where_the_files_are_not_here(
+    tmp_path: Path, tiny_target_dir: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """As the hub's own library gives them; where it gives none, the weights count as not quantised."""
+    folder = marked(tiny_target_dir, tmp_path / "t", {"quant_method": "gptq", "bits": 8, "group_size": 32})
+    tensors = load_tensors(folder / "model.safetensors")[0]
+    packed = tensors.pop("model.layers.3.mlp.up_proj.weight").to(torch.int8)
+    save_tensors(folder / "model.safetensors", {**tensors, "packed": packed}, {"format": "pt"})
+    config = load_config(str(folder), False)
+
+    def answered(name: str, revision: str | None) -> Any:
+        return huggingface_hub.get_local_safetensors_metadata(folder)
+
+    def silent(name: str, revision: str | None) -> Any:
+        raise ConnectionError("no network")
+
+    for hub, wanted in ((answered, planned(folder)), (silent, planned(tiny_target_dir))):
+        monkeypatch.setattr(huggingface_hub, "get_safetensors_metadata", hub)
+        assert weights_bytes("owner/name", config, skeleton(config, False), torch.float32) == wanted
+    assert planned(tiny_target_dir) - planned(folder) == 3 * packed.numel()
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU may compute in fp8")
