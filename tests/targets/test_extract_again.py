@@ -13,7 +13,7 @@ from eagle_train.errors import UserError
 from eagle_train.shards.reader import open_shards
 from eagle_train.targets import extract as room
 
-from .small import Run, bytes_of, shards_in
+from .small import Run, bytes_of, flip_a_bit, shards_in
 
 
 def _stop_at_batch(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
@@ -93,9 +93,7 @@ def test_a_flipped_bit_is_found_and_the_shard_made_anew(
 ) -> None:
     run()
     before = bytes_of(tmp_path / "out")
-    content = bytearray(before["shard-00004.safetensors"])
-    content[-9] ^= 1
-    (tmp_path / "out" / "shard-00004.safetensors").write_bytes(content)
+    flip_a_bit(tmp_path / "out" / "shard-00004.safetensors")
     assert run()["shards_done_here"] == 1
     assert bytes_of(tmp_path / "out") == before
     (line,) = capsys.readouterr().err.splitlines()
@@ -174,9 +172,7 @@ def test_damage_in_anothers_share_is_left_to_it(
 ) -> None:
     run()
     before = bytes_of(tmp_path / "out")
-    content = bytearray(before["shard-00001.safetensors"])
-    content[-9] ^= 1
-    (tmp_path / "out" / "shard-00001.safetensors").write_bytes(content)
+    flip_a_bit(tmp_path / "out" / "shard-00001.safetensors")
     monkeypatch.setenv("WORLD_SIZE", "2")
     for rank, made in (("0", 0), ("1", 1)):
         monkeypatch.setenv("RANK", rank)
