@@ -278,7 +278,8 @@ def _opens_an_array(handle: BufferedReader) -> bool:
 
 def _unwrapped(value: Any) -> list[Any]:
     """Open what holds several records: ``{"data": [...]}``, or a line that is an array of records."""
-    if isinstance(value, dict) and not any(name in value for name in RECORD_FIELDS):
+    own = (name for name in RECORD_FIELDS if name != "category")  # which may stand over several records
+    if isinstance(value, dict) and not any(name in value for name in own):
         inner = next((value[name] for name in _WRAPPERS if isinstance(value.get(name), list)), None)
         return [value] if inner is None else inner
     if (

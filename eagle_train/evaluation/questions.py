@@ -9,6 +9,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
+from eagle_train.data.records import category_of
 from eagle_train.data.templates import ChatTemplate, TemplateRefused, load_template
 from eagle_train.errors import UserError, nearest
 from eagle_train.evaluation.hub_questions import SETS, hub_records
@@ -81,7 +82,7 @@ def _question(record: Any, place: str) -> Question:
         raise UserError(f"{place}: a turn holds half a surrogate pair, which is no text; correct it")
     if not all(turn.strip() for turn in turns):
         raise UserError(f"{place}: an empty turn; remove it")
-    return Question(str(record.get("question_id", place)), str(record.get("category", "")), tuple(turns))
+    return Question(str(record.get("question_id", place)), category_of(record), tuple(turns))
 
 
 class Conversation:

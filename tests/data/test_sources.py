@@ -31,6 +31,7 @@ from .source_files import RECORDS, WANTED, lines, questions, read, record, write
         ("a.json", lines()),
         ("a.json", "\n".join(json.dumps(item, indent=2) for item in RECORDS)),
         ("a.json", json.dumps({"data": RECORDS, "version": 2})),
+        ("a.json", json.dumps({"data": RECORDS, "category": "sea"})),
         ("A.JSON", json.dumps(RECORDS)),
         ("A.JSONL", lines()),
         ("A.JSONL.GZ", lines()),

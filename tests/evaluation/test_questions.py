@@ -14,3 +14,12 @@ def test_half_a_surrogate_pair_and_endless_nesting_are_refused(tmp_path):
     path.write_text("[" * 60_000)
     with pytest.raises(UserError, match="line 1: not valid JSON"):
         read_questions(path, None)
+
+
+def test_a_question_without_a_category_is_of_none(tmp_path):
+    """Whichever way it is left out, as in rows."""
+    path = tmp_path / "q.jsonl"
+    path.write_text(
+        '{"turns": ["a"]}\n{"turns": ["b"], "category": null}\n{"turns": ["c"], "category": "sea"}\n'
+    )
+    assert [question.category for question in read_questions(path)] == ["", "", "sea"]
