@@ -122,10 +122,10 @@ def evaluate(
 
 def _ahead(prompts: int, ways: int, max_new_tokens: int) -> str:
     """Say how much is about to be decoded."""
+    most = counted(prompts * (1 + ways) * max_new_tokens, "token")
     return (
-        f"eval: {counted(prompts, 'prompt')}, each answered by plain decoding and in "
-        f"{counted(ways, 'other way')}, up to {counted(max_new_tokens, 'token')} an answer: at most "
-        f"{counted(prompts * (1 + ways) * max_new_tokens, 'token')}"
+        f"eval: {counted(prompts, 'prompt')} by plain decoding and {counted(ways, 'other way')}, up to "
+        f"{counted(max_new_tokens, 'token')} each: at most {most}"
     )
 
 

@@ -35,8 +35,7 @@ def test_eval_prints_figures_and_the_next_command(head_dir, tiny_target_dir, cap
     out, told = capsys.readouterr()
     assert code == 0
     assert told.splitlines()[0] == (  # before anything is decoded
-        "eval: 2 prompts, each answered by plain decoding and in 2 other ways, up to 6 tokens an answer: "
-        "at most 36 tokens"
+        "eval: 2 prompts by plain decoding and 2 other ways, up to 6 tokens each: at most 36 tokens"
     )
     assert "chain of 3" in out
     assert "dynamic tree of 9 nodes (top-k 10, depth 2)" in out
