@@ -7,6 +7,7 @@ they left. They are told as busy as the machine is now, and as they would be wer
 
 from __future__ import annotations
 
+import math
 import sys
 import tempfile
 from dataclasses import dataclass
@@ -135,11 +136,12 @@ def _training(work: Survey, recipe: Recipe, rows_dir: Path) -> _Training:
     run = recipe.run
     rows, held_out, _ = rows_of(work.table, recipe, rows_dir)
     order = order_of(recipe, rows, work.table.lengths)
-    num_steps = order.num_steps(run.epochs, run.steps, run.tokens)
-    tokens = run.tokens
-    if tokens is None and num_steps is not None:
-        tokens = sum(window.tokens for window, _ in zip(order.windows(), range(num_steps), strict=False))
-    between = range(1, num_steps or 1)
+    of_an_epoch, windows = sum(order.lengths), len(order.epoch(0))  # each epoch has about as many
+    tokens = run.tokens if run.epochs is None else run.epochs * of_an_epoch
+    if run.steps is not None:
+        tokens = sum(window.tokens for window, _ in zip(order.windows(), range(run.steps), strict=False))
+    num_steps = run.steps or math.ceil((tokens or 0) * windows / of_an_epoch)
+    between = range(1, num_steps)
     judged = [step for step in between if held_out and step % run.eval_every == 0]
     kept = {step for step in between if step % run.save_every == 0} | set(judged)
     evaluated = int(work.table.lengths[held_out].sum())
