@@ -29,6 +29,7 @@ from eagle_train.shards.row_source import RowSource, ShardRow
 from eagle_train.shards.schema import INDEX, MANIFEST, PLAN, holds_all_last, mend
 
 _MOST_OPEN = 8192  # mapped shards; Linux gives a process 65,530 maps
+_MOST_MAPPED = 1 << 39  # bytes of them; the tables of so many pages take 1 GiB
 _INDEX_TENSORS = {"shard", "slot", "lengths", "span_starts", "spans", "row_ids", "conversation_ids"}
 
 
@@ -180,10 +181,15 @@ class Shards(RowSource):
         with self._lock:  # readers in several threads
             if number not in self._open:
                 self._open[number] = self._map(number)
-                if len(self._open) > _MOST_OPEN:
+                if len(self._open) > self._most_open:
                     self._open.popitem(last=False)
             self._open.move_to_end(number)
             return self._open[number]
+
+    @cached_property
+    def _most_open(self) -> int:
+        largest = max((shard["bytes"] or 1 for shard in self.info["shards"]), default=1)
+        return max(1, min(_MOST_OPEN, _MOST_MAPPED // largest))
 
     def _map(self, number: int) -> dict[str, Tensor]:
         if number not in self._known:

@@ -79,8 +79,11 @@ def test_shards_travel_to_other_processes(tiny_shards_dir: Path) -> None:
     assert torch.equal(got.aux, want.aux)
 
 
-def test_many_shards_do_not_stay_open(tiny_shards_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reader, "_MOST_OPEN", 2)
+@pytest.mark.parametrize(("bound", "most"), [("_MOST_OPEN", 2), ("_MOST_MAPPED", 130_000)])
+def test_many_shards_do_not_stay_open(
+    tiny_shards_dir: Path, monkeypatch: pytest.MonkeyPatch, bound: str, most: int
+) -> None:
+    monkeypatch.setattr(reader, bound, most)
     opened: list[Path] = []
     monkeypatch.setattr(reader, "open_shard", lambda path: (opened.append(path), open_shard(path))[1])
     shards = open_shards(tiny_shards_dir)
