@@ -211,8 +211,8 @@ def refuse_full_disk(work: Survey, out: Path) -> None:
         advice = f"use --codec {smaller}, " if smaller else ""
         raise UserError(
             f"{out}: {bytes_text(missing)} to write, {bytes_text(free)} free on this disk; {advice}"
-            "choose another --out, train without shards (eagle train ROWS --online --target T), or "
-            "--ignore-disk to try all the same"
+            "choose another --out, train without shards (eagle train ROWS --online --target T) or on a few "
+            "at a time (--max-disk SIZE in place of --online), or --ignore-disk to try all the same"
         )
 
 

@@ -54,7 +54,8 @@ def test_a_disk_without_room_is_refused_before_any_work(
     ):
         monkeypatch.setattr(survey_room.shutil, "disk_usage", lambda path, n=free: disk._replace(free=n))
         with pytest.raises(
-            UserError, match=rf"1\.5 MiB to write, .* free on this disk{advice}.*--ignore-disk"
+            UserError,
+            match=rf"1\.5 MiB to write, .* free on this disk{advice}.*--online .*--max-disk .*--ignore-disk",
         ):
             run(codec="fp32")
         assert not (tmp_path / "out").exists()
