@@ -46,6 +46,12 @@ def run(
     ),
     device: options.Device = None,
     device_map: options.DeviceMap = None,
+    tensor_parallel: int | None = typer.Option(
+        None,
+        "--tensor-parallel",
+        help="For a target larger than one GPU: so many processes, each on a GPU of its own, hold a part of "
+        "every layer, by transformers' plan; for extraction. Inside torchrun its number of processes.",
+    ),
     threads: int | None = typer.Option(
         None,
         "--threads",
@@ -83,6 +89,7 @@ def run(
         out,
         processes=processes,
         device_map=device_map,
+        tensor_parallel=tensor_parallel,
         ignore_disk=ignore_disk,
         max_bad_rows=max_bad_rows,
         features=features,

@@ -71,6 +71,7 @@ def close_directory(folder: Path, plan: Plan) -> dict[str, Any]:
         **described(setting),
         "device": setting.device,
         "threads": setting.threads,
+        **({"tensor_parallel": setting.tensor_parallel} if setting.tensor_parallel else {}),
     }
     return write_manifest(folder, head, shards)
 

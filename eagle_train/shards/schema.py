@@ -48,6 +48,7 @@ HEADER_KEY = "eagle"
 LAYER_CONVENTION = "k = the residual stream entering layer k, hidden_states[k]"
 
 FEATURES = ("eagle3", "eagle1", "medusa", "all")
+_LEFT_OUT = ("label_top_k", "tensor_parallel")  # of a setting's record, where they are 0
 
 
 def shard_name(number: int) -> str:
@@ -147,6 +148,7 @@ class Setting:
     batch_tokens: int
     shard_tokens: int
     label_top_k: int = 0  # tokens stored of each label's distribution; 0: its state instead
+    tensor_parallel: int = 0  # processes among which every layer is cut; sums depend on it; 0: not cut
 
     def refuse_other(self, other: Setting, where: Path) -> None:
         """Raise UserError naming the first difference between this (on disk) and `other` (asked for)."""
@@ -166,6 +168,7 @@ def _differences(known: dict[str, Any], asked: dict[str, Any]) -> list[tuple[str
     if known["target"]["dtype"] != asked["target"]["dtype"]:
         found.append(("dtype", known["target"]["dtype"], asked["target"]["dtype"]))
     words = {"rows_fingerprint": "rows", "features": "--for", "layer_ids": "layers"}
+    words["tensor_parallel"] = "--tensor-parallel"
     for name, value in known.items():
         if name != "target" and value != asked[name]:
             found.append((words.get(name, name.replace("_", " ")), value, asked[name]))
@@ -268,7 +271,7 @@ class Plan:
 def _recorded(setting: Setting) -> dict[str, Any]:
     """What is left out counts as 0: plans without top labels are those of before there were any."""
     record = {**asdict(setting), "layer_ids": list(setting.layer_ids)}
-    return {name: value for name, value in record.items() if name != "label_top_k" or value}
+    return {name: value for name, value in record.items() if value or name not in _LEFT_OUT}
 
 
 def _setting(record: dict[str, Any]) -> Setting:

@@ -63,10 +63,10 @@ def check_start(
 def _why_not_finite(target: Target, dtype: str) -> str:
     """Say what is at fault where no feature is finite: a weight, the files as a whole, or the dtype."""
     again = "; fetch its files again, or give another target"
-    for name, weight in target.model.named_parameters():
-        if weight.is_meta or not weight.is_floating_point():
+    for name, part in target.model.named_parameters():
+        if part.is_meta or not part.is_floating_point():
             continue
-        values = weight.detach().float()  # infinite in fp16 may be a number in the file
+        values = target.whole(name, part).detach().float()  # infinite in fp16 may be a number in the file
         if bool(values.isnan().any()) or (dtype == "fp32" and not bool(values.isfinite().all())):
             return f": its weight {name} holds NaN or infinite numbers{again}"
     if dtype == "fp32":
@@ -94,7 +94,7 @@ def _check_layers(tap: FeatureTap, piece: Tensor) -> None:
         return
     captured = tap.forward(piece)
     with torch.no_grad():
-        output = target.model(input_ids=piece, output_hidden_states=True, use_cache=False)
+        output = target.run_model(piece, output_hidden_states=True)
     hidden = getattr(output, "hidden_states", None)
     if hidden is None or len(hidden) != target.num_layers + 1:
         return  # a model that does not say; the logits are compared all the same
@@ -122,7 +122,7 @@ def _own_logits(target: Target, batch: RowBatch) -> Iterator[tuple[Tensor, Tenso
     for keep in wanted.split(count if keeps else len(wanted)):
         with torch.no_grad():
             arguments = {"logits_to_keep": keep} if keeps else {}
-            logits = target.model(input_ids=batch.padded, use_cache=False, **arguments).logits
+            logits = target.run_model(batch.padded, **arguments).logits
         columns = keep if keeps else torch.arange(logits.shape[1], device=keep.device)
         inside = torch.isin(position, keep).nonzero().squeeze(1)
         column = torch.searchsorted(columns, position[inside])

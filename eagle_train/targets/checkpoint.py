@@ -15,6 +15,7 @@ from torch import Tensor
 from eagle_train import hub
 from eagle_train.data.gguf_file import dequantised, gguf_source
 from eagle_train.errors import UserError
+from eagle_train.targets import plans
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -29,8 +30,12 @@ def load_model(
     device: torch.device,
     trust_remote_code: bool,
     device_map: str | dict[str, Any] | None,
+    by_plan: bool = False,
 ) -> PreTrainedModel:
-    """Load a causal language model; `dtype` None means the default for its checkpoint and the device."""
+    """Load a causal language model; `dtype` None means the default for its checkpoint and the device.
+
+    `by_plan`: this process's part of it, as transformers' tensor-parallel plan cuts it.
+    """
     from transformers import AutoModelForCausalLM
 
     where, source = _source(target)
@@ -43,6 +48,8 @@ def load_model(
     with explained(target), quiet():
         if device_map is not None:
             arguments["device_map"] = device_map
+        if by_plan:
+            arguments.update(plans.arguments())
         if source:
             arguments.update(dequantised())
         loaded: Any = AutoModelForCausalLM.from_pretrained(
@@ -50,6 +57,8 @@ def load_model(
         )
     model, report = loaded
     _refuse_incomplete(target, report)
+    if by_plan:
+        return model
     if device_map is not None:
         _say_spilled(model)
         return model

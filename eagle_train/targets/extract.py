@@ -33,6 +33,7 @@ from eagle_train.targets.load import Target, load_target
 from eagle_train.targets.peers import Peers
 from eagle_train.targets.settle import settle
 from eagle_train.targets.survey import Survey, refuse_full_disk, survey
+from eagle_train.targets.tensor_parallel import Group
 
 _SECONDS_BETWEEN_LOOKS = 0.5
 
@@ -52,6 +53,7 @@ def extract(
     threads: int | None = None,
     device: str | torch.device | None = None,
     device_map: str | dict[str, Any] | None = None,
+    group: Group | None = None,
     trust_remote_code: bool = False,
     ignore_disk: bool = False,
     max_bad_rows: int | None = None,
@@ -62,9 +64,10 @@ def extract(
 
     Any number of processes, on any machines that share the folder, may run it at once and share the
     work; each returns when all shards are there. What is finished already is kept. `label_top_k` above 0
-    stores so many likeliest tokens of each label in place of its state (``--for eagle3`` alone). Returns
-    rows, tokens, bytes, shards done here and the share of time spent waiting for the disk. Raises UserError
-    for anything the user must change; the same call again goes on where it stopped.
+    stores so many likeliest tokens of each label in place of its state (``--for eagle3`` alone). With the
+    `group` of `tensor_parallel.joined`, whose processes hold one model together, its first one calls this.
+    Returns rows, tokens, bytes, shards done here and the share of time spent waiting for the disk. Raises
+    UserError for anything the user must change; the same call again goes on where it stopped.
     """
     folder = Path(out)
     work = survey(
@@ -81,6 +84,7 @@ def extract(
         threads=threads,
         device=device,
         trust_remote_code=trust_remote_code,
+        tensor_parallel=0 if group is None else group.size,
     )
     if not ignore_disk:
         refuse_full_disk(work, folder)
@@ -88,13 +92,11 @@ def extract(
         print(work.size_text(), file=sys.stderr)
     make_folder(folder)
     with fixed_threads(work):
-        model = load_target(
-            target,
-            dtype=work.dtype,
-            device=work.device,
-            trust_remote_code=trust_remote_code,
-            device_map=device_map,
-        )
+        own_code: dict[str, Any] = {"dtype": work.dtype, "trust_remote_code": trust_remote_code}
+        if group is not None:
+            model = group.load(str(target), threads=work.plan.setting.threads, **own_code)
+        else:
+            model = load_target(target, device=work.device, device_map=device_map, **own_code)
         plan = settle(work, model, folder)
         limit = max(1, plan.num_rows // 100) if max_bad_rows is None else max_bad_rows
         started, done, waited = time.monotonic(), list[int](), 0.0
@@ -225,7 +227,7 @@ def _finished(plan: Plan, folder: Path, claims: Claims) -> tuple[list[int | None
     mended, was_whole = False, (folder / MANIFEST).is_file()
     for number in range(len(plan.shards)):
         shard = finished_shard(folder, plan, number)
-        mine = number % distributed.world_size() == distributed.rank()
+        mine = plan.setting.tensor_parallel or number % distributed.world_size() == distributed.rank()
         if mine and was_whole and not (folder / shard_name(number)).exists():
             print(f"extract: {folder / shard_name(number)}: missing: made anew", file=sys.stderr)
         if mine and shard_fault(folder, plan, number) is not None:
@@ -255,7 +257,8 @@ def fill(
     buffer = ShardBuffer(plan, number, work.table)
     for rows in plan.shards[number].batches:
         batch = load_batch(work.dataset, work.table, rows, tap.target.vocab_size, tap.target.device)
-        with memory_explained(batch, plan.setting, "with another --out, or --device-map auto"):
+        more = "more --tensor-parallel" if plan.setting.tensor_parallel else "--device-map auto"
+        with memory_explained(batch, plan.setting, f"with another --out, or {more}"):
             features = run_batch(tap, batch)
             if check:
                 check_start(tap, batch, features, work.table, plan.setting)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
 from eagle_train.targets.checkpoint import dense
 
@@ -39,18 +41,22 @@ _OF_SOME = (
 )  # the same of single families; they count where they are set
 
 
-def weights_fingerprint(model: PreTrainedModel, config: PretrainedConfig) -> str:
+def weights_fingerprint(
+    model: PreTrainedModel, config: PretrainedConfig, whole: Callable[[str, Tensor], Tensor]
+) -> str:
     """Return 16 hex digits over every parameter's name, shape and some of its values.
 
     Values are rounded to bf16 first, so the same checkpoint in fp32 and in bf16 agrees. Every tensor is
     sampled, so a fine-tune of any layer shows. Independent of how the checkpoint is cut into files.
     Quantised weights count as what they stand for where their kind says so, else as they are packed.
+    `whole` puts a named tensor together where this process holds but a part.
     """
     digest = hashlib.sha256()
     quantised = getattr(config, "quantization_config", None) is not None
     tensors = model.state_dict() if quantised else dict(model.named_parameters())
     tensors = {name: value for name, value in tensors.items() if isinstance(value, torch.Tensor)}
-    for name, tensor in sorted(tensors.items()):
+    for name, part in sorted(tensors.items()):
+        tensor = whole(name, part)
         digest.update(f"{name}{list(tensor.shape)}".encode())
         if tensor.device.type == "meta":  # offloaded to disk: its shape has to do
             continue

@@ -125,7 +125,7 @@ class Target:
     @cached_property
     def fingerprint(self) -> str:
         """16 hex digits of the weights, the same in fp32, bf16 and across checkpoint layouts."""
-        return weights_fingerprint(self.model, self.config)
+        return weights_fingerprint(self.model, self.config, self.whole)
 
     @cached_property
     def output_map(self) -> OutputMap:
@@ -164,11 +164,26 @@ class Target:
         place = self.lm_head.weight.device  # meta where accelerate fetches the weight and moves the input
         return self.output_map(self.lm_head(last if place.type == "meta" else last.to(place)))
 
+    def run_model(self, input_ids: Tensor, **arguments: Any) -> Any:
+        """Run the model, lm_head and all, on int64 [B, T]; return its output, whose parts transformers names.
+
+        `arguments` are those of its forward. No cache is kept.
+        """
+        return self.model(input_ids=input_ids, use_cache=False, **arguments)
+
+    def whole(self, name: str, weight: Tensor) -> Tensor:
+        """Return the model's tensor `name` in full, of which this process holds `weight`."""
+        return weight
+
+    def output_weights(self) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Return embedding [V, H], lm_head [V, H] and its bias [V], as they are stored."""
+        return self.embedding, checkpoint.weight_of(self.lm_head), getattr(self.lm_head, "bias", None)
+
     def frozen(self) -> FrozenTarget:
         """Return embedding and output map, sharing memory with the model."""
-        embedding = checkpoint.dense_output(self.embedding, self.name, "embedding")
-        weight = checkpoint.dense_output(checkpoint.weight_of(self.lm_head), self.name, "lm_head")
-        bias = getattr(self.lm_head, "bias", None)
+        rows, head, bias = self.output_weights()
+        embedding = checkpoint.dense_output(rows, self.name, "embedding")
+        weight = checkpoint.dense_output(head, self.name, "lm_head")
         return FrozenTarget(
             embedding=embedding,
             lm_head=weight.to(embedding.device),
@@ -247,18 +262,20 @@ def load_target(
     device: str | torch.device | None = None,
     trust_remote_code: bool = False,
     device_map: str | dict[str, Any] | None = None,
+    by_plan: bool = False,
 ) -> Target:
     """Load the frozen target for inference.
 
     `target` is a hub id, a directory in Hugging Face form, or a ``.gguf`` file (dequantised).
     ``dtype="auto"`` is bf16 for a checkpoint in half precision (or .gguf) where the device computes in
     bf16, else fp32. `device` defaults to this rank's GPU, else the CPU; `device_map` (for example
-    ``"auto"``) spreads a model over devices instead. Raises UserError, naming the target, when it can't
+    ``"auto"``) spreads a model over devices instead; `by_plan` loads a part of every layer in each process of
+    the group that torch has joined (tensor_parallel.py). Raises UserError, naming the target, when it can't
     be found, is incomplete or damaged, or isn't a causal language model.
     """
     wanted = parse_dtype(dtype)
     place = pick_device(device)
-    model = checkpoint.load_model(str(target), wanted, place, trust_remote_code, device_map)
+    model = checkpoint.load_model(str(target), wanted, place, trust_remote_code, device_map, by_plan)
     model.eval().requires_grad_(False)
     revision = getattr(model.config, "_commit_hash", None)
     return Target(str(target), revision, model, trust_remote_code)

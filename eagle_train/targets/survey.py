@@ -31,7 +31,7 @@ from eagle_train.shards.schema import (
 )
 from eagle_train.shards.sizes import directory_size
 from eagle_train.shards.writer import finished_shard
-from eagle_train.targets import checkpoint
+from eagle_train.targets import checkpoint, plans
 from eagle_train.targets.capture import check_layer_ids, default_layer_ids
 from eagle_train.targets.load import dtype_name, parse_dtype, pick_device
 from eagle_train.targets.memory import free_memory, total_memory
@@ -96,11 +96,12 @@ def survey(
     threads: int | None = None,
     device: str | torch.device | None = None,
     trust_remote_code: bool = False,
+    tensor_parallel: int = 0,
 ) -> Survey:
     """Read rows and config, check that they belong together, and plan.
 
     `batch_tokens`, `shard_tokens` and `threads` default to those of a plan that `out` already holds; `out`
-    None plans anew.
+    None plans anew. `tensor_parallel` above 0 is the number of processes among which every layer is cut.
     Raises UserError for anything the user must change.
     """
     from eagle_train.data.rows import open_rows
@@ -139,6 +140,8 @@ def survey(
     _refuse_headless(text, features, layers, str(target))
     known = None if out is None else _known(Path(out))
     skeleton = checkpoint.skeleton(config, trust_remote_code)
+    if tensor_parallel:
+        plans.check_plan(str(target), config, skeleton, tensor_parallel)
     parameters = sum(parameter.numel() for parameter in skeleton.parameters())
     weights = weights_bytes(str(target), config, skeleton, kept)
     budget = batch_tokens or (known.batch_tokens if known else _BATCH_TOKENS.get(place.type, 4096))
@@ -155,11 +158,12 @@ def survey(
         vocab_size=int(text.vocab_size),
         num_layers=int(text.num_hidden_layers),
         device=place.type,
-        threads=threads or (known.threads if known else _default_threads(place, weights)),
+        threads=threads or (known.threads if known else _default_threads(place, weights, tensor_parallel)),
         batch_tokens=budget,
         shard_tokens=shard_tokens
         or (known.shard_tokens if known else default_shard_tokens(int(table.lengths.sum()), budget)),
         label_top_k=check_top_labels(label_top_k, features, int(text.vocab_size)),
+        tensor_parallel=tensor_parallel,
     )
     if known is not None and out is not None:  # all but the weights, which are not loaded yet
         same = {
@@ -243,13 +247,16 @@ def default_processes(work: Survey, out: Path | None) -> int:
     return max(1, min(most, len(missing)))
 
 
-def _default_threads(device: torch.device, weights: int) -> int:
+def _default_threads(device: torch.device, weights: int, tensor_parallel: int = 0) -> int:
     """One thread a worker; more where memory holds fewer workers than there are cores.
 
-    A property of the machine and not of the moment: it is part of the plan.
+    A property of the machine and not of the moment: it is part of the plan. A target that is cut has all
+    cores to itself.
     """
     if device.type != "cpu":
         return 1
+    if tensor_parallel:
+        return max(1, num_cores() // tensor_parallel)
     return max(1, num_cores() // max(1, min(num_cores(), _fitting(weights, total_memory()))))
 
 

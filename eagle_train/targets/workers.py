@@ -10,6 +10,7 @@ from eagle_train import distributed
 from eagle_train.errors import UserError
 from eagle_train.targets.extract import extract, summary_of
 from eagle_train.targets.survey import Survey, default_processes, refuse_full_disk, survey
+from eagle_train.targets.tensor_parallel import check_devices, joined
 
 
 def start_workers(
@@ -19,6 +20,7 @@ def start_workers(
     *,
     processes: int | None = None,
     device_map: str | None = None,
+    tensor_parallel: int | None = None,
     ignore_disk: bool = False,
     max_bad_rows: int | None = None,
     announce: bool = True,
@@ -27,9 +29,11 @@ def start_workers(
 ) -> dict[str, Any]:
     """Extract with `processes` workers (None: one a GPU, or one a core where memory allows).
 
-    One worker, a rank of torchrun and a model spread by `device_map` run in this process. `settings` are
-    those of `extract`, whose record comes back either way. Everything that can be refused is refused
-    here, once, before a worker starts. Raises UserError when a worker fails.
+    One worker, a rank of torchrun and a model spread by `device_map` run in this process. With
+    `tensor_parallel` so many processes hold one model together and are one worker: inside torchrun its ranks,
+    of which all but the first return an empty record. `settings` are those of `extract`, whose record comes
+    back otherwise. Everything that can be refused is refused here, once, before a worker starts. Raises
+    UserError when a worker fails.
     """
     common: dict[str, Any] = {
         "ignore_disk": ignore_disk,
@@ -44,17 +48,27 @@ def start_workers(
             f"--processes {processes}: with --device-map {device_map} one process holds the whole model; "
             "leave one of the two out"
         )
+    if tensor_parallel is not None:
+        _refuse_tensor_parallel(tensor_parallel, processes, device_map)
+        device = check_devices(tensor_parallel, settings.get("device"))
+        if distributed.launched():
+            with joined(tensor_parallel, device.type) as group:
+                if group.leads:
+                    return extract(rows_dir, target, out, group=group, **common, **settings)
+                group.follow()
+                return {}
     if distributed.launched() or device_map is not None:
         return extract(rows_dir, target, out, device_map=device_map, **common, **settings)
     if processes is None and ":" in str(settings.get("device")):
         processes = 1  # one device of many was named
-    work = survey(rows_dir, str(target), out, **settings)
-    count = processes if processes is not None else default_processes(work, Path(out))
+    work = survey(rows_dir, str(target), out, tensor_parallel=tensor_parallel or 0, **settings)
+    count = tensor_parallel or (default_processes(work, Path(out)) if processes is None else processes)
     if count == 1:
         return extract(rows_dir, target, out, **common, **settings)
     if not ignore_disk:
         refuse_full_disk(work, Path(out))
-    print(f"{work.size_text()}; {count} workers", file=sys.stderr)
+    who = f"{count} processes with a part of the target each" if tensor_parallel else f"{count} workers"
+    print(f"{work.size_text()}; {who}", file=sys.stderr)
     distributed.relaunch(
         count, _arguments(work, str(rows_dir), str(target), str(out), settings, max_bad_rows)
     )
@@ -62,6 +76,26 @@ def start_workers(
     if not summary["complete"]:
         raise UserError(f"{out}: the workers ended without a manifest; give the same command again")
     return summary
+
+
+def _refuse_tensor_parallel(size: int, processes: int | None, device_map: str | None) -> None:
+    """Raise UserError for what does not go with the model in `size` parts."""
+    if size < 2:
+        raise UserError(f"--tensor-parallel {size}: wanted 2 or more processes, or leave it out")
+    if processes is not None and processes > 1:
+        raise UserError(
+            f"--tensor-parallel {size}: its processes are one worker, wanted no --processes {processes}; "
+            "start the command on other GPUs too to share the work"
+        )
+    if device_map is not None:
+        raise UserError(
+            f"--tensor-parallel {size}: with --device-map {device_map} one process holds the whole model; "
+            "leave one of the two out"
+        )
+    if distributed.launched() and distributed.world_size() != size:
+        raise UserError(
+            f"--tensor-parallel {size}: torchrun started {distributed.world_size()} processes, wanted {size}"
+        )
 
 
 def _arguments(
@@ -74,6 +108,8 @@ def _arguments(
     device = str(settings.get("device") or setting.device)
     arguments += ["--device", device, "--threads", str(setting.threads)]
     arguments += ["--batch-tokens", str(setting.batch_tokens), "--shard-tokens", str(setting.shard_tokens)]
+    if setting.tensor_parallel:
+        arguments += ["--tensor-parallel", str(setting.tensor_parallel)]
     if setting.label_top_k:
         arguments += ["--label-top-k", str(setting.label_top_k)]
     if setting.layer_ids:
