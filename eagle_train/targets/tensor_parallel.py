@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -22,8 +22,12 @@ from eagle_train import distributed
 from eagle_train.errors import UserError
 from eagle_train.progress import counted
 from eagle_train.targets import checkpoint, plans
+from eagle_train.targets.cut_check import check_cut
 from eagle_train.targets.fingerprint import weights_fingerprint
 from eagle_train.targets.load import Target, load_target, pick_device
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 _SUMS = timedelta(hours=2)  # processes load at different speeds
 _CALLS = timedelta(days=7)  # between two calls the first one may wait for shards that others make
@@ -71,12 +75,14 @@ class Group:
         """Load the target in all processes; what the first one then does with it, the others do too.
 
         On a CPU each of them computes with `threads`. Raises UserError as `load_target` does, and where the
-        plan does not suit the target.
+        plan does not suit the target (`check_cut`).
         """
         given = {"name": name, "dtype": dtype, "trust_remote_code": trust_remote_code}
         with self._told(_LOAD, {**given, "threads": threads}):
             own = _load(self, name, dtype, trust_remote_code)
-        return LeadingTarget(own.name, own.revision, own.model, trust_remote_code, group=self)
+        target = LeadingTarget(own.name, own.revision, own.model, trust_remote_code, group=self)
+        check_cut(target, target.skeleton)
+        return target
 
     def call(self, name: str, target: Target, **given: Any) -> Any:
         """Make one of `_CALLS_OF_ALL` in all processes; return what it returns here."""
@@ -200,9 +206,13 @@ class LeadingTarget(Target):
     @cached_property
     def _shapes(self) -> dict[str, tuple[int, ...]]:
         """Whole shapes: some versions of transformers leave plain parts, which do not say of what."""
+        return {name: tuple(weight.shape) for name, weight in self.skeleton.named_parameters()}
+
+    @cached_property
+    def skeleton(self) -> PreTrainedModel:
+        """The whole model without weights."""
         config = checkpoint.load_config(self.name, self.trust_remote_code)
-        skeleton = checkpoint.skeleton(config, self.trust_remote_code)
-        return {name: tuple(weight.shape) for name, weight in skeleton.named_parameters()}
+        return checkpoint.skeleton(config, self.trust_remote_code)
 
 
 def _whole(target: Target, parameter: str, shape: tuple[int, ...]) -> Tensor:

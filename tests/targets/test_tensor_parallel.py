@@ -37,7 +37,8 @@ def targets(
 ) -> Path:
     """A folder with a tied target, one that is not, and one whose plan does not fit its norms."""
     folder = tmp_path_factory.mktemp("targets")
-    (folder / "tied").symlink_to(tiny_target_dir)
+    for name in ("tied", "miscut"):
+        (folder / name).symlink_to(tiny_target_dir)
     make_tiny_target(folder / "untied", tied=False)
     sizes = {"vocab_size": 300, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 8}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "use_qk_norm": True}
@@ -128,6 +129,12 @@ def test_going_on_with_another_number_of_processes_is_refused(
     assert bytes_of(made.two / "tied") == before
     assert b"tensor_parallel" not in (made.one / "tied" / "plan.json").read_bytes()
     assert "tensor_parallel" not in read_manifest(made.one / "tied")
+
+
+def test_a_plan_that_computes_something_else_is_refused(made: SimpleNamespace) -> None:
+    text = (made.two / "miscut.txt").read_text()
+    assert "layer 4, cut by transformers' plan, gives other states than as a whole (off by" in text
+    assert not (made.two / "miscut" / "plan.json").exists()
 
 
 def test_what_the_first_process_raises_ends_all_and_is_said_once(made: SimpleNamespace) -> None:
