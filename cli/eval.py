@@ -145,7 +145,8 @@ def run(
                 )
         if head is None:
             raise UserError("eagle eval: --predict needs HEAD; give a run or a head directory")
-        shapes = options.draft_shapes(draft or ["chain"], gamma, tree_tokens, top_k, depth)
+        shapes = options.draft_shapes(draft or [], gamma, tree_tokens, top_k, depth)
+        shapes = shapes or options.draft_shapes(["chain"], None, None, None, None)
         return _predict(
             head,
             predict,

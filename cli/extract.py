@@ -11,6 +11,7 @@ import typer
 
 from . import options
 
+_FEW = 1_000_000  # tokens
 NAME = "extract"
 HELP = "Run the frozen target once and keep its features in shards."
 EXAMPLES = """
@@ -126,4 +127,6 @@ def _report(summary: dict[str, Any], rows: Path, target: str, as_json: bool) -> 
         f"{summary['labels']:,} supervised, {counted(summary['shards'], 'shard')}, {size}{skipped}"
     )
     recipe = summary["features"] if summary["features"] != "all" else "eagle3"
+    if recipe == "eagle3" and summary["tokens"] < _FEW:
+        recipe = "eagle3-smollm2"  # whose steps are small; the paper's settings have hardly begun by then
     print(f"next: eagle train {shlex.quote(summary['out'])} --recipe {recipe} --out run/")

@@ -68,4 +68,7 @@ def _lines(made: dict[str, Any]) -> list[str]:
     ]
     found += [f"switches: {', '.join(made['switches'])}"] if made["switches"] else []
     found += [f"note: {note}" for note in made["notes"]]
-    return [*found, f"next: {options.eval_command(made['out'], made['target'] or 'TARGET')}"]
+    target = made["target"]
+    if "/" not in target and not Path(target).exists():
+        target = "TARGET"  # none, or the name of a folder that is elsewhere
+    return [*found, f"next: {options.eval_command(made['out'], target)}"]

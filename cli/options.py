@@ -187,7 +187,8 @@ def draft_shapes(
 ) -> list[Shape]:
     """Return the shapes that the command line names; a size not given is usual, a file is a tuned shape.
 
-    Raises UserError for an unknown name, or a size of a draft that is not named.
+    Where none is named, sizes say which is meant. Raises UserError for an unknown name, and for a size of a
+    draft that is not among those named.
     """
     from eagle_train.decoding.shapes import Chain, Dynamic, Sampled, Static, read_shape
     from eagle_train.errors import UserError, nearest
@@ -208,6 +209,9 @@ def draft_shapes(
     given = {
         name: {key: value for key, value in of.items() if value is not None} for name, of in sizes.items()
     }
+    sized = [name for name, values in given.items() if values]
+    if not names and len(sized) == 1:
+        names = sized
     for name, values in given.items():
         if values and name not in names:
             key, value = next(iter(values.items()))

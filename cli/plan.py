@@ -95,7 +95,8 @@ def _lines(found: dict[str, Any]) -> list[str]:
             f"{found['extract_tokens_per_second_of_a_worker']:,.0f} tokens/s",
             f"train: {_time(hours['train'])} on one {found['device']}, "
             f"{found['train_tokens_per_second']:,.0f} tokens/s"
-            + (f", {found['train_tokens']:,} tokens" if found["train_tokens"] is not None else ""),
+            + (f", {found['train_tokens']:,} tokens" if found["train_tokens"] is not None else "")
+            + _cut_short(found),
         ]
         if min(share.values()) < _FREE:
             lines.append(
@@ -104,6 +105,15 @@ def _lines(found: dict[str, Any]) -> list[str]:
                 f"{_time(free['extract'])}, train {_time(free['train'])}"
             )
     return lines
+
+
+def _cut_short(found: dict[str, Any]) -> str:
+    """Say where the clock ends training before its tokens are seen."""
+    minutes, tokens = found["train_minutes_at_most"], found["train_tokens"]
+    seen = 60 * (minutes or 0) * found["train_tokens_per_second"]
+    if minutes is None or tokens is None or seen >= tokens:
+        return ""
+    return f", of which run.minutes={minutes:g} lets it see some {seen:,.0f} (--set run.minutes=null: all)"
 
 
 def _time(hours: float) -> str:

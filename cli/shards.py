@@ -104,7 +104,9 @@ def _print(found: dict[str, Any], as_json: bool) -> None:
     from eagle_train.progress import bytes_text, counted
 
     target = found["target"]
-    state = "" if found["complete"] else f", unfinished, {found['shards_there']} are there"
+    state = "" if found["complete"] else f", unfinished, {found['shards_there']} there; as planned"
+    if found["removed"]:
+        state += f", {counted(found['removed'], 'row')} more removed by prune"
     layers = f", layers {', '.join(map(str, found['layer_ids']))}" if found["layer_ids"] else ""
     if top := found["label_top_k"]:
         kept = "" if found["label_mass"] is None else f" ({found['label_mass']:.2%} of its probability)"

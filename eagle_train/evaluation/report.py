@@ -111,6 +111,8 @@ def predicted_lines(report: dict[str, Any]) -> list[str]:
         f"{report['rounds']:,.10g} round{'' if report['rounds'] == 1 else 's'}"
         f"{'' if 'accepted_histogram' in report else ', as expected'})",
     ]
+    if not report["temperature"]:
+        found.append("  exact for answers that the target wrote greedily; for others an indication only")
     if own := report["processors"]:
         words = f"the target's own {', '.join(own)}"
         found.append(f"  provided that the answers were written with {words}, as eval and regenerate do")

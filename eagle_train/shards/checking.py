@@ -13,7 +13,7 @@ from eagle_train.progress import progress
 from eagle_train.shards.files import ShardFile, mend_shard, open_shard
 from eagle_train.shards.manifest import counted, joined_plan
 from eagle_train.shards.reader import mend_listing, refuse_other_head
-from eagle_train.shards.schema import MANIFEST, Plan, shard_name
+from eagle_train.shards.schema import MANIFEST, PLAN, Plan, shard_name
 
 Expected = dict[str, tuple[str, int | None]]  # by file name: the plan it must be of, its size if known
 
@@ -56,6 +56,21 @@ def planned(folder: Path) -> Expected:
     plan = Plan.load(folder)
     there = [shard_name(number) for number in range(len(plan.shards))]
     return {name: (plan.identity, None) for name in there if (folder / name).is_file()}
+
+
+def removed_rows(folder: Path, info: dict[str, Any] | None) -> int:
+    """Return how many rows of a finished extraction were removed again with their shards (`prune`).
+
+    0 where no plan, or a damaged one, can tell.
+    """
+    if info is None or info.get("assembled") or not (folder / PLAN).is_file():
+        return 0
+    try:
+        plan = Plan.load(folder)
+    except UserError:
+        return 0
+    left = {entry["file"] for entry in info["shards"]}
+    return sum(len(shard.rows) for n, shard in enumerate(plan.shards) if shard_name(n) not in left)
 
 
 def shard_faults(folder: Path, expected: Expected, show: bool) -> dict[str, str]:

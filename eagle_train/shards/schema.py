@@ -155,7 +155,7 @@ class Setting:
         known, asked = asdict(self), asdict(other)
         for words, have, want in _differences(known, asked):
             raise UserError(
-                f"{where}: these shards are being made with {words} {have}; this run has {want}. "
+                f"{where}: these shards are made with {words} {have}; this run has {want}. "
                 "Give the same, choose another --out, or delete the folder to start again"
             )
 

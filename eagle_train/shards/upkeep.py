@@ -12,7 +12,7 @@ from eagle_train.errors import UserError
 from eagle_train.io import make_folder, os_error, replacing, sha256_json
 from eagle_train.progress import counted
 from eagle_train.shards import frozen_target
-from eagle_train.shards.checking import listed, listing_faults, planned, shard_faults, told
+from eagle_train.shards.checking import listed, listing_faults, planned, removed_rows, shard_faults, told
 from eagle_train.shards.files import ShardFile, open_shard
 from eagle_train.shards.listing import find_manifest, read_manifest
 from eagle_train.shards.manifest import SAME, head_of, in_common, joined_plan, write_manifest
@@ -48,6 +48,7 @@ def _described(folder: Path, info: dict[str, Any] | None) -> dict[str, Any]:
         "skipped": len(setting.get("skipped", [])),
         "tokens": tokens,
         "labels": labels,
+        "removed": removed_rows(folder, info),
         "shards": len(files),
         "shards_there": len(there),
         "bytes": size,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from eagle_train.progress import counted, parameters_text
+from eagle_train.shards.checking import removed_rows
 
 if TYPE_CHECKING:
     from eagle_train.training.session import Session
@@ -27,20 +28,28 @@ def describe(session: Session) -> str:
         first += "; the rest is spread evenly"
     if facts["rows_without_labels"]:
         first += f"; {counted(facts['rows_without_labels'], 'row')} left out, all answers single tokens"
-    lines = [first]
+    lines, source = [first], session.loader.source
+    if removed := removed_rows(source.folder, source.info):
+        lines.append(
+            f"{counted(removed, 'row')} of {source.folder} were removed by eagle shards prune; the same "
+            "eagle extract makes them anew"
+        )
     if session.features:
         lines.append(session.features)
     warm_up = session.recipe.schedule.warmup_steps
     if steps is not None and 2 * warm_up > steps:
         lines.append(
-            f"warm-up takes {warm_up:,} of {steps:,} steps, so little is learned; train longer, in smaller "
-            f"steps, or give --set schedule.warmup_steps={steps // 10}"
+            f"warm-up takes {counted(warm_up, 'step')}, the run has {steps:,}, so little is learned; train "
+            f"longer, in smaller steps, or give --set schedule.warmup_steps={steps // 10}"
         )
     if session.state.step:
         done = ", where it is finished" if session.finished else ""
         lines.append(f"going on from step {session.state.step:,}{done}")
     if run.minutes:
-        lines.append("run.minutes bounds it, so a resumed run is not bit-equal to an unbroken one")
+        lines.append(
+            f"ends after run.minutes={run.minutes:g} at the latest (--set run.minutes=null lifts that), so a "
+            "resumed run is not bit-equal to an unbroken one"
+        )
     return "\n".join(f"{session.out}: {line}" for line in lines)
 
 

@@ -38,7 +38,7 @@ def test_it_reports_sizes_first_and_the_next_command_last(
     assert sizes.endswith(" KiB of the target's embedding and lm_head")
     assert said.out.startswith(f"{out}: 24 rows, 3,371 tokens, 1,441 supervised, 7 shards, ")
     assert re.search(r"extract: \d+\.\d% of the time was spent waiting for the disk", said.err)
-    assert said.out.splitlines()[-1] == f"next: eagle train {out} --recipe eagle3 --out run/"
+    assert said.out.splitlines()[-1] == f"next: eagle train {out} --recipe eagle3-smollm2 --out run/"
 
 
 def test_json_is_all_there_is_on_stdout(

@@ -114,7 +114,10 @@ def test_predicting_needs_no_target_for_shards(head_dir, tiny_shards_dir, capsys
             ("--target", "T", "--draft", "chian"),
             "--draft chian: wanted one of chain, static, dynamic, sampled, or a .json of eagle tune; did you",
         ),
-        (("--target", "T", "--gamma", "5"), "--gamma 5: a size of a chain draft; give --draft chain with it"),
+        (
+            ("--target", "T", "--gamma", "5", "--depth", "2"),
+            "--gamma 5: a size of a chain draft; give --draft chain with it",
+        ),
         (("--target", "T", "--draft", "chain", "--depth", "2"), "--depth 2: a size of a dynamic draft"),
         (
             ("--predict", "S", "--max-turns", "1"),

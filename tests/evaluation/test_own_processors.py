@@ -192,7 +192,14 @@ def test_what_no_tree_can_honour_is_refused_by_every_command(make_tiny_target, o
     file = folder / "generation_config.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), "renormalize_logits": True}))
     (tmp_path / "asked.jsonl").write_text(json.dumps({"turns": ["Why?"]}) + "\n")
-    regenerated = ["regenerate", tmp_path / "asked.jsonl", "--out", tmp_path / "a.jsonl", "--max-tokens", "3"]
+    regenerated = [
+        "regenerate",
+        tmp_path / "asked.jsonl",
+        "--out",
+        tmp_path / "a.jsonl",
+        "--max-new-tokens",
+        "3",
+    ]
     for words in (["tune", own_head], ["verify", own_head, "--dtype", "fp32"], regenerated):
         with pytest.raises(SystemExit) as left:
             main([str(word) for word in (*words, "--target", folder)])

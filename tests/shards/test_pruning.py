@@ -13,10 +13,14 @@ import pytest
 
 from eagle_cli.main import main
 from eagle_train.errors import UserError
+from eagle_train.recipe_files import load_recipe
 from eagle_train.shards import manifest, pruning, upkeep
+from eagle_train.shards.files import open_shard
 from eagle_train.shards.pruning import prune
 from eagle_train.shards.reader import open_shards
+from eagle_train.shards.schema import shard_name
 from eagle_train.targets.extract import extract
+from eagle_train.training.loop import train
 from eagle_train.training.run_folder import fingerprint
 
 from .conftest import bytes_of, edit, flip
@@ -206,3 +210,17 @@ def test_a_folder_that_cannot_be_written_is_one_line(copied: Path, monkeypatch: 
     monkeypatch.setattr(pruning.Path, "unlink", refuse)
     with pytest.raises(UserError, match=r"shard-00000\.safetensors: Permission denied; prune cannot remove"):
         prune(copied, shards=[0], show=False)
+
+
+def test_rows_that_were_removed_are_counted_and_said(copied: Path, tmp_path: Path, capsys) -> None:
+    rows = len(open_shard(copied / shard_name(0)).header["row_ids"])
+    assert upkeep.describe(copied)["removed"] == 0
+    prune(copied, shards=[0], show=False)
+    assert upkeep.verify(copied, show=False)["removed"] == rows
+    with pytest.raises(SystemExit):
+        main(["shards", "info", str(copied)])
+    assert f", {rows} rows more removed by prune: " in capsys.readouterr().out
+    train(copied, load_recipe("eagle3-tiny", ["run.steps=1"]), tmp_path / "run")
+    assert f"{rows} rows of {copied} were removed by eagle shards prune" in capsys.readouterr().err
+    (copied / "plan.json").write_text("{")
+    assert upkeep.describe(copied)["removed"] == 0

@@ -120,9 +120,9 @@ def test_going_on_with_another_number_of_processes_is_refused(
 ) -> None:
     before = bytes_of(made.two / "tied")
     more: dict[str, Any] = {"codec": "fp32", "show": False, **SETTINGS}
-    with pytest.raises(UserError, match="are being made with --tensor-parallel 2; this run has 0"):
+    with pytest.raises(UserError, match="are made with --tensor-parallel 2; this run has 0"):
         extract(tiny_rows_dir, targets / "tied", made.two / "tied", **more)
-    with pytest.raises(UserError, match="are being made with --tensor-parallel 0; this run has 2"):
+    with pytest.raises(UserError, match="are made with --tensor-parallel 0; this run has 2"):
         workers.start_workers(
             tiny_rows_dir, targets / "tied", made.one / "tied", tensor_parallel=2, **more, threads=1
         )

@@ -111,7 +111,7 @@ def test_labels_are_their_likeliest_tokens_where_asked(
     assert plan.size > 1.2 * MAX_DISK
     assert max(sizes) <= MAX_DISK
     same(tmp_path / "shards", run)
-    with pytest.raises(UserError, match="are being made with label top k 8; this run has 0"):
+    with pytest.raises(UserError, match="are made with label top k 8; this run has 0"):
         train(tiny_rows_dir, recipe, run, live=replace(live, label_top_k=0), show=False)
 
 

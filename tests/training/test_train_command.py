@@ -101,7 +101,7 @@ def test_a_warm_up_that_fills_the_run_is_said(tmp_path, tiny_shards_dir, capsys)
     words = ["train", tiny_shards_dir, "--recipe", "eagle3-tiny", "--set", "schedule.warmup_steps=5"]
     code, _, err = main_here(capsys, *words, "--out", tmp_path / "run")
     assert code == 0
-    assert "warm-up takes 5 of 8 steps, so little is learned" in err
+    assert "warm-up takes 5 steps, the run has 8, so little is learned" in err
 
 
 def test_an_interrupt_saves_says_how_to_go_on_and_is_exit_130(
