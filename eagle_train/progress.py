@@ -39,7 +39,8 @@ class Progress:
         """Say what was done in all."""
         seconds = time.monotonic() - self._started
         rate = self.done / max(seconds, 1e-9)
-        done = counted(self.done, self.unit.removesuffix("s"))
+        plural = self.unit.endswith("s")
+        done = counted(self.done, self.unit.removesuffix("s")) if plural else f"{self.done:,} {self.unit}"
         words = f"{self.title}: {done} in {_clock(seconds)}, {rate:,.1f}/s"
         print(words, file=sys.stderr, flush=True)
 

@@ -30,3 +30,9 @@ def test_the_end_of_a_progress_counts_in_its_unit(count, words, capsys):
     with progress("eval", count, "prompts") as bar:
         bar.advance(count)
     assert capsys.readouterr().err.startswith(words)
+
+
+def test_a_unit_without_a_plural_gets_none(capsys):
+    with progress("prepare", 7, "kB") as shown:
+        shown.advance(7)
+    assert "prepare: 7 kB in " in capsys.readouterr().err
