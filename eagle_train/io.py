@@ -15,6 +15,7 @@ import os
 import re
 import secrets
 import shutil
+import stat
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -48,6 +49,21 @@ def os_error(path: str | os.PathLike[str], error: OSError) -> UserError:
     advice = _ADVICE.get(error.errno or 0, "check the path")
     reason = error.strerror or str(error)
     return UserError(f"{os.fspath(path)}: {reason} ({advice})")
+
+
+def refuse_special(path: str | os.PathLike[str]) -> None:
+    """Raise UserError for a pipe, a socket or a device: opening one may wait for ever.
+
+    Whatever else is wrong with the path, opening it says.
+    """
+    try:
+        mode = os.stat(path).st_mode
+    except OSError:
+        return
+    if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
+        raise UserError(
+            f"{os.fspath(path)}: a pipe, a socket or a device, wanted a file; put the file in its place"
+        )
 
 
 def make_folder(path: str | os.PathLike[str]) -> Path:
@@ -236,6 +252,7 @@ def read_json(path: str | os.PathLike[str], missing: str) -> dict[str, Any]:
     """
     file = Path(path)
     try:
+        refuse_special(file)
         text = file.read_text(encoding="utf-8")
         value = json.loads(text)
         if _SURROGATE.search(text):  # two of them may be one character
@@ -291,10 +308,11 @@ def _umask() -> int:
 def load_tensors(path: str | os.PathLike[str]) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
     """Read a whole safetensors file: its tensors (on the CPU) and its metadata.
 
-    Raises UserError for a missing or damaged file.
+    Raises UserError for a missing or damaged file, or what is no file.
     """
     from safetensors import SafetensorError, safe_open
 
+    refuse_special(path)
     try:
         with safe_open(os.fspath(path), framework="pt") as file:
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118

@@ -24,6 +24,7 @@ from eagle_train.io import (
     write_json,
     write_text,
 )
+from eagle_train.shards.files import open_shard
 
 
 def test_replacing_leaves_the_old_file_when_the_writer_fails(tmp_path):
@@ -67,6 +68,21 @@ def test_tensors_return_by_value_and_bytes_depend_on_content_only(tmp_path):
     assert metadata == {"header": "{}"}
     assert all(torch.equal(read[name], tensors[name]) for name in tensors)
     assert (tmp_path / "1").read_bytes() == (tmp_path / "2").read_bytes()
+
+
+@pytest.mark.parametrize("read", [load_tensors, lambda path: read_json(path, "make it again"), open_shard])
+def test_a_pipe_in_place_of_a_file_is_refused_and_not_waited_for(tmp_path, read):
+    os.mkfifo(tmp_path / "pipe")
+    with (
+        ThreadPoolExecutor(1) as pool,
+        pytest.raises(UserError, match=r"pipe: a pipe, a socket or a device, wanted a file"),
+    ):
+        waiting = pool.submit(read, tmp_path / "pipe")
+        try:
+            waiting.result(30)
+        finally:  # let a reader that waits go, so that the test ends
+            if not waiting.done():
+                os.close(os.open(tmp_path / "pipe", os.O_WRONLY))
 
 
 def test_damaged_files_are_named(tmp_path):

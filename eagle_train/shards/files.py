@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from eagle_train.errors import UserError
-from eagle_train.io import os_error
+from eagle_train.io import os_error, refuse_special
 from eagle_train.shards.schema import HEADER_KEY, MANIFEST, PLAN
 
 _DTYPES = {
@@ -111,6 +111,7 @@ def _check_header(header: dict[str, Any]) -> None:
 
 def open_shard(path: Path) -> ShardFile:
     """Read the header of a shard; raise UserError when the file is missing, cut or not a shard."""
+    refuse_special(path)
     try:
         with open(path, "rb") as handle:
             size = os.fstat(handle.fileno()).st_size
