@@ -7,13 +7,16 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from eagle_train.distributed import num_cores
 from eagle_train.errors import UserError
+from eagle_train.io import load_tensors
 from eagle_train.progress import progress
 from eagle_train.shards.files import ShardFile, mend_shard, open_shard
-from eagle_train.shards.manifest import counted, joined_plan
+from eagle_train.shards.manifest import counted, index_of, joined_plan
 from eagle_train.shards.reader import mend_listing, refuse_other_head
-from eagle_train.shards.schema import MANIFEST, PLAN, Plan, shard_name
+from eagle_train.shards.schema import INDEX, MANIFEST, PLAN, Plan, shard_name
 
 Expected = dict[str, tuple[str, int | None]]  # by file name: the plan it must be of, its size if known
 
@@ -43,6 +46,16 @@ def listing_faults(folder: Path, info: dict[str, Any], shards: Sequence[ShardFil
         f"{folder / MANIFEST}: {name}: not what the shards hold; {mend_listing(folder)}"
         for name, value in own.items()
         if info[name] != value
+    ]
+
+
+def index_faults(folder: Path, shards: Sequence[ShardFile]) -> list[str]:
+    """Return in which tensors an index that can be read differs from one made of the shards, all whole."""
+    had, own = load_tensors(folder / INDEX)[0], index_of(shards)
+    return [
+        f"{folder / INDEX}: {name}: not what the shards hold; {mend_listing(folder)}"
+        for name in sorted(had.keys() | own.keys())
+        if name not in had or name not in own or not torch.equal(had[name], own[name])
     ]
 
 

@@ -81,7 +81,7 @@ def write_manifest(folder: Path, head: dict[str, Any], shards: Sequence[ShardFil
 
     Killed between the two it leaves an index that the old manifest does not list: readers say so.
     """
-    save_tensors(folder / INDEX, _index(shards))
+    save_tensors(folder / INDEX, index_of(shards))
     target = folder / frozen_target.TENSORS
     manifest = {
         "format_version": FORMAT_VERSION,
@@ -175,7 +175,7 @@ def _frequencies(shards: Sequence[ShardFile]) -> dict[str, int]:
     return {str(token): int(total[token]) for token in total.nonzero().flatten().tolist()}
 
 
-def _index(shards: Sequence[ShardFile]) -> dict[str, Tensor]:
+def index_of(shards: Sequence[ShardFile]) -> dict[str, Tensor]:
     """Return, for all rows in the order of the prepared rows: shard, slot, length, spans and ids.
 
     Rows of several plans follow each other plan by plan, in the order in which the plans first appear.

@@ -22,6 +22,7 @@ from eagle_train.shards import frozen_target
 from eagle_train.shards.codecs import decode
 from eagle_train.shards.files import ShardFile, mend_shard, open_shard
 from eagle_train.shards.frozen_target import FrozenTarget
+from eagle_train.shards.index import WrongIndex, check_index
 from eagle_train.shards.listing import read_manifest
 from eagle_train.shards.manifest import in_common
 from eagle_train.shards.plan import Span, label_positions, num_labels
@@ -30,7 +31,6 @@ from eagle_train.shards.schema import INDEX, MANIFEST, PLAN, holds_all_last, men
 
 _MOST_OPEN = 8192  # mapped shards; Linux gives a process 65,530 maps
 _MOST_MAPPED = 1 << 39  # bytes of them; the tables of so many pages take 1 GiB
-_INDEX_TENSORS = {"shard", "slot", "lengths", "span_starts", "spans", "row_ids", "conversation_ids"}
 
 
 class Shards(RowSource):
@@ -139,7 +139,12 @@ class Shards(RowSource):
         first, end = int(starts[slot]), int(starts[slot + 1])
         label_first = int(tensors["label_starts"][slot])
         spans = self.spans[row]
-        assert int(span_starts[slot + 1] - span_starts[slot]) == len(spans)
+        own = tensors["spans"][int(span_starts[slot]) : int(span_starts[slot + 1])]
+        if end - first != self.lengths[row] or own.tolist() != list(map(list, spans)):
+            raise UserError(
+                f"{self.folder / INDEX}: row {row}: not the length and spans that its shard holds; "
+                f"{mend_listing(self.folder)}"
+            )
         labels = slice(label_first, label_first + num_labels(spans))
         if holds_all_last(self.info["features"]):
             last_all = self._states(tensors, "last", slice(first, end))
@@ -284,11 +289,8 @@ def open_shards(
         index, _ = load_tensors(folder / INDEX)
     except UserError as error:
         raise UserError(f"{error}; {again}") from error
-    if absent := _INDEX_TENSORS - set(index):
-        raise UserError(f"{folder / INDEX}: lacks {min(absent)}; {again}")
-    if len(index["lengths"]) != info["num_rows"]:
-        raise UserError(
-            f"{folder / INDEX}: holds {len(index['lengths'])} rows, {MANIFEST} says {info['num_rows']}; "
-            f"{again}"
-        )
+    try:
+        check_index(index, info["shards"])
+    except WrongIndex as wrong:
+        raise UserError(f"{folder / INDEX}: {wrong}; {again}") from wrong
     return Shards(folder, info, index, rank=rank, world=world, dtype=dtype)

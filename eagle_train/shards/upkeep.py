@@ -12,7 +12,15 @@ from eagle_train.errors import UserError
 from eagle_train.io import make_folder, os_error, replacing, sha256_json
 from eagle_train.progress import counted
 from eagle_train.shards import frozen_target
-from eagle_train.shards.checking import listed, listing_faults, planned, removed_rows, shard_faults, told
+from eagle_train.shards.checking import (
+    index_faults,
+    listed,
+    listing_faults,
+    planned,
+    removed_rows,
+    shard_faults,
+    told,
+)
 from eagle_train.shards.files import ShardFile, open_shard
 from eagle_train.shards.listing import find_manifest, read_manifest
 from eagle_train.shards.manifest import SAME, head_of, in_common, joined_plan, write_manifest
@@ -77,9 +85,12 @@ def verify(folder: str | Path, show: bool = True) -> dict[str, Any]:
     if info is not None:
         fingerprint, checksum = info["target"]["fingerprint"], info.get("target_checksum")
         target = told(lambda: load_frozen(folder, fingerprint, checksum))
-        listing = told(lambda: open_shards(folder)) + _plan_faults(folder, info)
+        unread = told(lambda: open_shards(folder))
+        listing = unread + _plan_faults(folder, info)
         if not faults:
-            listing += listing_faults(folder, info, [open_shard(folder / name) for name in expected])
+            shards = [open_shard(folder / name) for name in expected]
+            listing += listing_faults(folder, info, shards)
+            listing += [] if unread or not shards else index_faults(folder, shards)
     found["faults"] = [*faults, *target, *listing]
     return {**found, "advice": _advice(folder, bool(faults), bool(target))}
 
