@@ -12,7 +12,7 @@ from torch import Tensor
 
 from eagle_train.errors import UserError
 from eagle_train.heads.config import is_own
-from eagle_train.heads.disk import CONFIG, WEIGHTS, Head, check_finite, head_of_tensors, load_head
+from eagle_train.heads.disk import CONFIG, WEIGHTS, Head, head_of_tensors, load_head
 from eagle_train.heads.draft_vocab import from_offsets, membership
 from eagle_train.heads.foreign_config import Told, resolve
 from eagle_train.heads.foreign_tensors import (
@@ -75,7 +75,6 @@ def read_foreign(
     where = str(path)
     tensors = to_our_names(read_tensors(path), where)
     dtype = common_dtype(tensors.weights, where)
-    check_finite(tensors.weights, where)
     resolved = resolve(value, tensors, told, num_target_layers, str(config_file))
     config = replace(resolved.config, dtype=str(dtype).removeprefix("torch."))
     weights = {name: tensor.to(dtype) for name, tensor in tensors.weights.items()}

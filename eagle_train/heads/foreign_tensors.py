@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 import reprlib
+import zipfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -75,6 +76,7 @@ def read_tensors(folder: Path) -> dict[str, Tensor]:
     file = folder / PICKLED
     if not file.is_file():
         raise UserError(f"{folder}: holds neither {WEIGHTS} nor {PICKLED}; wanted a draft head")
+    _check_zip(file)
     try:
         loaded = torch.load(file, map_location="cpu", weights_only=True)
     except Exception as error:  # unpickling raises whatever the bytes lead to
@@ -83,6 +85,22 @@ def read_tensors(folder: Path) -> dict[str, Tensor]:
             "run code; fetch it again, or ask its makers for model.safetensors"
         ) from error
     return _plain_tensors(loaded, file)
+
+
+def _check_zip(file: Path) -> None:
+    """Raise UserError where a part of a zipped pickle is not what its checksum says: torch does not ask."""
+    if not zipfile.is_zipfile(file):
+        return
+    try:
+        with zipfile.ZipFile(file) as parts:
+            unchecked = not any(part.CRC for part in parts.infolist())  # torch can be told to leave them out
+            damaged = None if unchecked else parts.testzip()
+    except Exception as error:  # unpacking raises whatever the bytes lead to
+        raise UserError(f"{file}: damaged, its parts cannot be checked; fetch it again") from error
+    if damaged is not None:
+        raise UserError(
+            f"{file}: damaged: part {reprlib.repr(damaged)} differs from its checksum; fetch it again"
+        )
 
 
 def _files_of(index: Path) -> list[str]:
@@ -112,6 +130,12 @@ def _plain_tensors(loaded: Any, file: Path) -> dict[str, Tensor]:
         if value.is_meta or value.layout != torch.strided or value.is_quantized or value.is_nested:
             what = "without data" if value.is_meta else "sparse, nested or quantised"
             raise UserError(f"{file}: {name} is {what}, wanted a plain tensor; save the head again")
+        held = value.untyped_storage().nbytes() // value.element_size()
+        if held < value.numel():
+            raise UserError(
+                f"{file}: {reprlib.repr(name)} is {list(value.shape)}, but the file holds only {held} of "
+                f"these {value.numel()} numbers; save the head again, its tensors contiguous"
+            )
     return dict(loaded)
 
 

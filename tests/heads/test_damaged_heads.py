@@ -215,6 +215,11 @@ def test_an_index_must_name_files_of_its_folder(table, tmp_path):
         ({5: torch.ones(2)}, "calls a tensor 5, wanted a head's state_dict"),
         ({"fc.weight": torch.eye(32).to_sparse()}, r"fc\.weight is sparse, nested or quantised"),
         ({"fc.weight": torch.ones(2, device="meta")}, r"fc\.weight is without data"),
+        (
+            {"fc.weight": torch.zeros(1).expand(200_000, 200_000)},  # 160 GB
+            r"'fc\.weight' is \[200000, 200000\], but the file holds only 1 of these 40000000000 numbers",
+        ),
+        ({"fc.weight": torch.ones(3, 2)}, r"fc\.weight is \[3, 2\], wanted"),
         ({"fc.weight": 5}, "holds no table of tensors"),
         ({"fc.weight": torch.tensor(1.0)}, r"fc\.weight is a single number"),
         ({"fc.weight": Path("x")}, "cannot be read weights-only: it is damaged, or holds more than tensors"),
@@ -227,6 +232,27 @@ def test_a_pickle_must_hold_plain_tensors_by_name(change, words, tmp_path):
     with pytest.raises(UserError, match=words) as told:
         read_foreign(folder)
     assert not any(word in str(told.value) for word in ("\x1b", "\n", "weights_only"))
+
+
+@pytest.mark.parametrize("checksums", [True, False])
+def test_a_flipped_bit_in_a_pickle_is_seen_by_its_checksum(checksums, tmp_path):
+    folder = write(tmp_path / "head", EAGLE1, {})
+    (folder / "model.safetensors").unlink()
+    tensors, file = eagle1_tensors(), folder / "pytorch_model.bin"
+    torch.serialization.set_crc32_options(checksums)
+    try:
+        torch.save(tensors, file)
+    finally:
+        torch.serialization.set_crc32_options(True)
+    read_foreign(folder)
+    content = bytearray(file.read_bytes())
+    content[content.index(tensors["fc.weight"].numpy().tobytes())] ^= 1
+    file.write_bytes(content)
+    if not checksums:  # nothing tells
+        read_foreign(folder)
+        return
+    with pytest.raises(UserError, match=r"pytorch_model\.bin: damaged: part '.*/data/\d+' differs from its"):
+        read_foreign(folder)
 
 
 @pytest.mark.parametrize("width", [{"sliding_window": 0}, {"sliding_window": 0, "use_sliding_window": True}])
