@@ -129,6 +129,11 @@ def _check(recipe: Recipe) -> None:
     for name in _NOT_OF.get(head.kind, ()):
         usual = type(head)().__dict__[name]
         refuse_unless(getattr(head, name) == usual, f"head.{name}: kind {head.kind} has none; remove it")
+    layers = list(head.layer_ids)
+    refuse_unless(
+        layers == sorted(set(layers)) and min(layers, default=0) >= 0,
+        f"head.layer_ids: got {layers}, wanted distinct layers of 0 or more, low to high",
+    )
     refuse_unless(
         (head.kind == "medusa") == (head.medusa_heads is not None),
         "head: medusa_heads is for kind medusa, which needs it; set both or neither",

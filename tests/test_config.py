@@ -99,6 +99,9 @@ def test_extends_overrides_only_what_it_names(tmp_path):
         ("loss.step_decay=1e300", "loss.step_decay: got 1e+300, wanted at most 1"),
         ("optim.matrix_lr=1e30", "optim.matrix_lr: got 1e+30, wanted at most 10"),
         ("head.intermediate_size=99999999999", "head.intermediate_size: got 99999999999, wanted at most"),
+        ("head.layer_ids=[5,2]", "recipe eagle3: head.layer_ids: got [5, 2], wanted distinct layers of 0 or"),
+        ("head.layer_ids=[2,2]", "head.layer_ids: got [2, 2], wanted distinct layers"),
+        ("head.layer_ids=[-1,2]", "head.layer_ids: got [-1, 2], wanted distinct layers"),
         ("head.num_hidden_layers=1000000", "head.num_hidden_layers: got 1000000, wanted at most 128"),
     ],
 )

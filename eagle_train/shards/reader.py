@@ -99,7 +99,12 @@ class Shards(RowSource):
 
     def read_layers(self, layer_ids: tuple[int, ...], reader: str) -> None:
         """Read just these layers into `aux` from now on. Raises UserError, naming `reader`, if one lacks."""
-        held = self._listed["layer_ids"]
+        held, depth = self._listed["layer_ids"], self._listed["num_layers"]
+        if max(layer_ids, default=0) >= depth:
+            raise UserError(
+                f"{self.folder}: the target has {depth} layers, {reader} reads {layer_ids}; wanted ids of 0 "
+                f"to {depth - 1} (a recipe's head.layer_ids)"
+            )
         if not set(layer_ids) <= set(held):
             raise UserError(
                 f"{self.folder}: captured layers {tuple(held)}, {reader} reads {layer_ids}; "

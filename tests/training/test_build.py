@@ -48,6 +48,10 @@ def test_other_layers_are_refused(tmp_path, tiny, tiny_shards_dir):
         f"{tiny_shards_dir}: captured layers (2, 4, 5), recipe eagle3-tiny reads (2, 4, 6); "
         "re-run: eagle extract --for eagle3 --layers 2,4,6"
     )
+    assert refused(tiny_shards_dir, tiny("head.layer_ids=[2, 8]"), tmp_path / "b") == (  # as none ever could
+        f"{tiny_shards_dir}: the target has 8 layers, recipe eagle3-tiny reads (2, 8); wanted ids of 0 to 7 "
+        "(a recipe's head.layer_ids)"
+    )
 
 
 @pytest.mark.parametrize("codec", ["fp32", "int8"])
