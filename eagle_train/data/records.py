@@ -11,6 +11,7 @@ Message = dict[str, Any]
 
 _EXAMPLES = 3  # of each reason
 _EXAMPLE_LENGTH = 120  # characters
+_CATEGORY_LENGTH = 80  # characters
 
 
 class Skip(Exception):
@@ -121,9 +122,17 @@ class TokenRow:
 
 
 def category_of(record: dict[str, Any]) -> str:
-    """Return a record's ``category`` as text, empty where it has none."""
+    """Return a record's ``category``, a text or a whole number, as a printable line of at most 80 characters.
+
+    Runs of white space and of characters that do not print become one space; what is longer ends in an
+    ellipsis. Empty where there is none; true, false, fractions, lists and objects are none.
+    """
     category = record.get("category")
-    return _mended(str(category)) if isinstance(category, (str, int)) else ""
+    if isinstance(category, bool) or not isinstance(category, (str, int)):
+        return ""
+    seen = "".join(letter if letter.isprintable() else " " for letter in _mended(str(category)))
+    line = " ".join(seen.split())
+    return line if len(line) <= _CATEGORY_LENGTH else line[: _CATEGORY_LENGTH - 1].rstrip() + "\u2026"
 
 
 def valid_text(text: str, where: str) -> str:

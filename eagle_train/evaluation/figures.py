@@ -13,7 +13,7 @@ Key = TypeVar("Key", int, str)
 
 
 class Classes(Generic[Key]):
-    """Rounds by a key of theirs, such as a category; an empty one names no class."""
+    """Rounds by a key of theirs, such as a category; an empty one is of the class ``none``."""
 
     def __init__(self) -> None:
         self._sums: dict[Key, list[float]] = defaultdict(lambda: [0, 0])
@@ -26,12 +26,18 @@ class Classes(Generic[Key]):
 
     @property
     def taus(self) -> dict[str, float]:
-        """Tokens per round of each class, by its name, in the order of the keys."""
-        named = ((key, sums) for key, sums in sorted(self._sums.items()) if key != "")
-        return {self._name(key): tokens / rounds for key, (rounds, tokens) in named if rounds}
+        """Tokens per round of each class, by its name, in the order of the keys; nothing if all are empty."""
+        pooled: dict[str, list[float]] = {}
+        for key, (rounds, tokens) in sorted(self._sums.items(), key=lambda item: (item[0] == "", item[0])):
+            sums = pooled.setdefault(self._name(key), [0, 0])  # some key may itself be the word none
+            sums[0] += rounds
+            sums[1] += tokens
+        if set(self._sums) == {""}:
+            return {}
+        return {name: tokens / rounds for name, (rounds, tokens) in pooled.items() if rounds}
 
     def _name(self, key: Key) -> str:
-        return str(key)
+        return str(key) or "none"
 
 
 class SizeClasses(Classes[int]):

@@ -319,9 +319,16 @@ def test_reasons_are_few_and_keep_a_few_examples() -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "kept"), [("sea", "sea"), (3, "3"), (None, ""), (["a"], ""), ("\ud800?", "??"), (KeyError, "")]
+    ("given", "kept"),
+    [
+        *[("sea", "sea"), (3, "3"), ("\ud800?", "??"), ("Meer und M\u00f6we", "Meer und M\u00f6we")],
+        *[(none, "") for none in (None, KeyError, True, 0.5, {"a": 1}, ["a"], " \n\x1b")],
+        (" a\nb\x1b[31m\t\u2028 c\x00", "a b [31m c"),
+        ("x" * 80, "x" * 80),
+        ("x" * 81, "x" * 79 + "\u2026"),
+    ],
 )
-def test_a_category_is_kept_as_text_and_makes_no_record_bad(given: Any, kept: str) -> None:
+def test_a_category_is_kept_as_a_short_line_and_makes_no_record_bad(given: Any, kept: str) -> None:
     named = {} if given is KeyError else {"category": given}
     turns = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
     token_row = {"input_ids": [5, 6], "loss_mask": [0, 1]}

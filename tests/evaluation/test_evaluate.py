@@ -14,7 +14,7 @@ from eagle_train.decoding.shapes import Chain, Dynamic, Static
 from eagle_train.errors import UserError
 from eagle_train.evaluation import comparison
 from eagle_train.evaluation.evaluate import evaluate
-from eagle_train.evaluation.figures import Tally, method_figures
+from eagle_train.evaluation.figures import Classes, Tally, method_figures
 from eagle_train.evaluation.heads import find_head
 from eagle_train.evaluation.questions import Question, read_questions
 from eagle_train.evaluation.report import lines
@@ -154,6 +154,15 @@ def test_figures_pool_rounds_and_leave_the_prefill_out():
     assert figures["speedup"] == pytest.approx(5 / 1.5 / 2)
     assert figures["speedup_with_prefill"] == pytest.approx((8 / 3) / (6 / 3.5))
     assert figures["tau_by_category"] == {"x": 1.5, "y": 2.0}
+
+
+def test_rounds_without_a_category_are_of_none_where_others_have_one():
+    classes = Classes[str]()
+    classes.add("", 2.0)
+    assert classes.taus == {}
+    classes.add("sea", 3.0)
+    classes.add("none", 4.0)
+    assert list(classes.taus.items()) == [("none", 3.0), ("sea", 3.0)]
 
 
 def test_built_in_questions_are_there_and_can_be_thinned():

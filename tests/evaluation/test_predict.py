@@ -152,11 +152,9 @@ def test_a_sampled_chain_is_expected_to_take_the_rounds_it_took(target, answered
     assert {"1-1", "2-3", "4-7"} <= set(warm["tau_by_place"])
     assert all(1 <= tau <= 4 for key in ("place", "context") for tau in warm[f"tau_by_{key}"].values())
     assert "tau by context" in "\n".join(predicted_lines(warm))
-    assert set(warm["tau_by_category"]) == {"moon", "sea"}
-    by_category = f"sea {warm['tau_by_category']['sea']:.2f}"
-    assert f"  tau by category           moon {warm['tau_by_category']['moon']:.2f}, {by_category}" in (
-        predicted_lines(warm)
-    )
+    assert set(warm["tau_by_category"]) == {"moon", "none", "sea"}
+    listed = ", ".join(f"{name} {warm['tau_by_category'][name]:.2f}" for name in ("moon", "sea", "none"))
+    assert f"  tau by category           {listed}" in predicted_lines(warm)
 
 
 @pytest.fixture(scope="module")
