@@ -100,7 +100,7 @@ def predict(
     device = default_device() if device is None else device
     if shards is not None:
         rows, which = _chosen(rows, where, shards)
-        figures = _figures(loaded, shards, rows, shape, sampling, processors, device, show)
+        figures = _figures(loaded, shards, rows, shape, sampling, processors, device, show, str(texts))
     else:
         assert target is not None
         with tempfile.TemporaryDirectory(prefix="eagle-predict-") as temporary:
@@ -127,7 +127,7 @@ def predict(
             )
             shards = open_shards(folder / "shards")
             rows, which = _chosen(rows, where, shards)
-            figures = _figures(loaded, shards, rows, shape, sampling, processors, device, show)
+            figures = _figures(loaded, shards, rows, shape, sampling, processors, device, show, str(texts))
     return {
         "head": name,
         "kind": loaded.config.kind,
@@ -160,6 +160,7 @@ def _figures(
     processors: bool,
     device: str | torch.device,
     show: bool,
+    texts: str,
 ) -> dict[str, Any]:
     """Replay the draft over the rows, batch by batch."""
     _check(head.config, shards)
@@ -180,7 +181,7 @@ def _figures(
     # Medusa's guesses are no samples: they stand by the target's law alone, as greedy ones do
     samples = not (sampling.greedy or isinstance(head, MedusaHead))
     by_law = isinstance(shape, Chain) and (shape.stop > 0 or samples)
-    layers = int(shards.info["num_layers"])
+    layers, impossible = int(shards.info["num_layers"]), []  # type: int, list[tuple[int, int]]
     drafter = drafter_of_tables(head, frozen, layers) if isinstance(shape, Dynamic) else None
     with progress("predict", sum(int(shards.lengths[row]) for row in rows), "tokens", show) as bar:
         for numbers, batch in loader.numbered(rows):
@@ -189,6 +190,8 @@ def _figures(
                 found = tables(head, frozen, batch, depth, sampling)
                 expected = replay_chain(found, shape.gamma, sampling.greedy, shape.stop)
                 rounds, tokens = rounds + expected.rounds, tokens + expected.tokens
+                impossible += _places(found.impossible, batch, numbers)
+                _refuse_impossible(impossible, tokens, sampling, shards, texts)
                 _sort(expected.began, batch, categories, by_kind)
             else:
                 replayed, began = _replayed(head, frozen, batch, shape, drafter)
@@ -201,6 +204,36 @@ def _figures(
         tau = tokens / rounds if rounds else 1.0
         return {"tau": tau, "rounds": rounds, "tokens": tokens, **found_also}
     return {**acceptance_figures(counts, depth), **found_also}
+
+
+def _places(entries: Sequence[int], batch: PackedBatch, numbers: Sequence[int]) -> list[tuple[int, int]]:
+    """Return the row of the shards and the position there of the token that follows each entry of a batch."""
+    rows = batch.rows[list(entries)]
+    documents = (torch.searchsorted(batch.row_starts, rows, right=True) - 1).tolist()
+    positions = (batch.position[rows] + 2).tolist()
+    return [(numbers[document], at) for document, at in zip(documents, positions, strict=True)]
+
+
+def _refuse_impossible(
+    places: Sequence[tuple[int, int]], tokens: int, sampling: Sampling, shards: Shards, texts: str
+) -> None:
+    """Refuse a text of which tokens, at `places`, could not have been drawn.
+
+    Where features are rounded, or were read in half precision, a token at the edge of what top-k and top-p
+    keep may seem to lie outside: up to one in a hundred is taken as that.
+    """
+    exact = shards.info["codec"] == shards.info["target"]["dtype"] == "fp32"
+    if len(places) <= (0 if exact else tokens // 100):
+        return
+    row, at = min(places)
+    law = f"temperature {sampling.temperature:g}, top-k {sampling.top_k}, top-p {sampling.top_p:g}"
+    if sampling.processors:
+        law += f" and the target's own {', '.join(sampling.processors.values)}"
+    raise UserError(
+        f"{texts}: row {row}, position {at}: a token of probability 0 at {law} (so are {len(places)} of the "
+        f"{tokens} tokens read); wanted a text written at this law; predict greedily, or on answers written "
+        "with these settings"
+    )
 
 
 def _replayed(

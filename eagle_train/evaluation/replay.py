@@ -9,7 +9,7 @@ not rounded and the text was written by the same target with the same settings.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -34,6 +34,7 @@ class Tables:
     said: Tensor  # [S, C] float, the probability that it gives the text's token
     shares: Tensor  # [S, C] float, min(1, q(x) / p(x)): a sampled guess stood with this probability
     room: list[int]  # [C], steps at which a row counts
+    impossible: list[int] = field(default_factory=list)  # rows whose next token the sampling law never draws
 
 
 @torch.no_grad()
@@ -46,6 +47,7 @@ def tables(head: Head, frozen: FrozenTarget, batch: PackedBatch, steps: int, sam
     shape, device = (steps, len(batch.rows)), batch.rows.device
     ranks = torch.full(shape, NEVER, device=device)
     sure, said, shares = (torch.zeros(shape, device=device) for _ in range(3))
+    impossible: list[int] = []
     draft_of = to_draft(head.draft_ids, head.config.vocab_size)
     texts = _texts(batch) if sampling.reads_text else []
     for step in draft_steps(head, frozen, batch, steps):
@@ -71,8 +73,10 @@ def tables(head: Head, frozen: FrozenTarget, batch: PackedBatch, steps: int, sam
                     )
                 p = distribution(target, sampling).gather(1, token[:, None])[:, 0]
                 q = distribution(logits, sampling).gather(1, own.clamp(min=0)[:, None])[:, 0]
-                shares[step.number, index] = torch.where(drafted, (q / p).clamp(max=1), 0)
-    return Tables(ranks, sure, said, shares, batch.room.tolist())
+                shares[step.number, index] = torch.where(drafted & (q > 0), (q / p).clamp(max=1), 0)
+                if step.number == 0:  # where every token of an answer that the head guesses comes by
+                    impossible += index[p == 0].tolist()
+    return Tables(ranks, sure, said, shares, batch.room.tolist(), impossible)
 
 
 def _texts(batch: PackedBatch) -> list[tuple[list[int], int, int]]:

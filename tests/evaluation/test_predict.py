@@ -157,6 +157,45 @@ def test_a_sampled_chain_is_expected_to_take_the_rounds_it_took(target, answered
     assert f"  tau by category           {listed}" in predicted_lines(warm)
 
 
+@torch.inference_mode()
+def test_a_text_that_its_law_cannot_write_is_refused_by_row_and_position(
+    target, answered, tiny_target_dir, tmp_path
+):
+    """The last token of the second answer is another than the greedy one, the only one that top-k 1 draws."""
+    file, head = tmp_path / "c.jsonl", tmp_path / "head"
+    records = [json.loads(line) for line in answered[0].read_text().split("\n") if line]
+    ids = records[1]["messages"][-1]["answer_ids"][:6]
+    ids[5] = 40 if ids[5] != 40 else 41  # one byte each
+    text = target.tokenizer.decode(ids, skip_special_tokens=True)
+    records[1]["messages"][-1] = {
+        "role": "assistant",
+        "content": text,
+        "answer_ids": ids,
+        "finished": False,
+    }
+    write_records(target, records, file)
+    save_head(some_head(target, "eagle1"), head)
+    prepare([str(file)], str(tiny_target_dir), tmp_path / "rows", show=False)
+    how = {"dtype": "fp32", "device": "cpu", "show": False}
+    for codec in ("fp32", "bf16"):
+        extract(
+            tmp_path / "rows", str(tiny_target_dir), tmp_path / codec, features="eagle1", codec=codec, **how
+        )
+    shards = open_shards(tmp_path / "fp32")
+    ((start, _),) = shards.spans[1]
+    refused = (
+        rf": row 1, position {start + 5}: a token of probability 0 at temperature 1, .* \(so are 1 of the"
+    )
+    for law in (Sampling(1.0, top_k=1), Sampling(1.0, top_p=0.01)):
+        for texts, name in ((file, str(tiny_target_dir)), (tmp_path / "fp32", None)):
+            with pytest.raises(UserError, match=f"^{re.escape(str(texts))}{refused}"):
+                predict(head, texts, name, sampling=law, dtype="fp32", show=False)
+    with pytest.raises(UserError, match=r"row 1, position"):  # too many for what rounding makes of an edge
+        predict(head, tmp_path / "bf16", sampling=Sampling(1.0, top_k=1), show=False)
+    kept = predict(head, tmp_path / "fp32", rows=[0, 2, 3], sampling=Sampling(1.0, top_k=1), show=False)
+    assert 1 <= kept["tau"] <= 4
+
+
 @pytest.fixture(scope="module")
 def medusa(answered, tmp_path_factory) -> Path:
     """Medusa heads that know the greedy answers by heart."""
