@@ -122,7 +122,8 @@ def run(
         None,
         "--report",
         metavar="FILE",
-        help="Write the figures as .html (with plots), .csv or .json; repeat it.",
+        help="Write the figures as .html (with plots), .csv or .json, a new file or over an earlier report; "
+        "repeat it.",
     ),
     as_json: options.AsJson = False,
 ) -> int:

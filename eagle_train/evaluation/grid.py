@@ -11,13 +11,14 @@ from eagle_train.decoding.sampling import Sampling
 from eagle_train.errors import UserError
 from eagle_train.evaluation.evaluate import evaluate
 from eagle_train.evaluation.outputs import check_output
-from eagle_train.evaluation.page import as_page, predicted_page
+from eagle_train.evaluation.page import TITLE, as_page, predicted_page
 from eagle_train.evaluation.questions import read_questions
 from eagle_train.evaluation.tables import as_csv
-from eagle_train.io import write_json, write_text
+from eagle_train.io import os_error, read_json, write_json, write_text
 from eagle_train.targets.load import Target, load_target
 
 FORMATS = (".json", ".csv", ".html")
+_START = 4096  # characters, which hold a table's header and a page's title
 
 
 def evaluate_grid(
@@ -51,11 +52,48 @@ def evaluate_grid(
 
 
 def check_reports(paths: Sequence[str]) -> None:
-    """Raise UserError for a report file whose ending names no format, or that cannot be written."""
+    """Raise UserError for a report file whose ending names no format, or that cannot be written.
+
+    An earlier report may be replaced; a file that is anything else, such as shards' own record, may not.
+    """
     for path in paths:
         if Path(path).suffix not in FORMATS:
             raise UserError(f"--report {path}: wanted a file ending in {', '.join(FORMATS)}")
         check_output("--report", path)
+        if Path(path).exists() and not _is_report(Path(path)):
+            raise UserError(
+                f"--report {path}: there is a file that is no report of eagle eval, wanted a new name or "
+                "that of an earlier report; choose another --report"
+            )
+
+
+def _is_report(file: Path) -> bool:
+    """Return whether `file` holds what `write_reports` or ``--json`` gives, in the format of its ending."""
+    if not file.is_file():
+        return False
+    if file.suffix == ".json":
+        try:
+            value = read_json(file, "")
+        except UserError:
+            return False
+        reports = value.get("reports", [value])
+        return isinstance(reports, list) and bool(reports) and all(map(_has_figures, reports))
+    try:
+        with file.open(encoding="utf-8-sig", errors="replace") as text:
+            start = text.read(_START)
+    except OSError as error:
+        raise os_error(file, error) from error
+    if file.suffix == ".csv":
+        return start.split("\n")[0] == as_csv([]).rstrip()
+    return start.startswith("<!doctype html>") and f"<title>{TITLE}" in start
+
+
+def _has_figures(report: Any) -> bool:
+    return (
+        isinstance(report, dict)
+        and {"target", "temperature"} <= set(report)
+        and ("results" in report or "predicted" in report)
+    )
 
 
 def write_reports(paths: Sequence[str], reports: Sequence[dict[str, Any]]) -> None:

@@ -10,6 +10,8 @@ from eagle_train.evaluation.tables import cells, set_name
 from eagle_train.page import as_html, as_text, check_matplotlib, figure, plot
 from eagle_train.progress import counted
 
+TITLE = "eagle eval"  # that of every page of figures begins so
+
 
 def as_page(reports: Sequence[dict[str, Any]]) -> str:
     """Return the page for one or more reports of `evaluate`. Raises UserError where matplotlib is missing."""
@@ -28,7 +30,7 @@ def as_page(reports: Sequence[dict[str, Any]]) -> str:
         parts.append(f"<h2>{as_text(set_name(report))}, temperature {report['temperature']:g}</h2>")
         parts += [plot(caption, draw, report, f"{caption} {name}") for _, caption, draw in _PLOTS]
         parts += [_drawn_round(result) for result in report["results"] if result.get("a_round")]
-    return as_html("eagle eval", parts)
+    return as_html(TITLE, parts)
 
 
 def predicted_page(report: dict[str, Any]) -> str:
@@ -42,7 +44,7 @@ def predicted_page(report: dict[str, Any]) -> str:
         f'<pre style="white-space:pre-wrap">{text}</pre>',
         *plots,
     ]
-    return as_html("eagle eval --predict", parts)
+    return as_html(f"{TITLE} --predict", parts)
 
 
 def _word(token: str) -> str:

@@ -13,6 +13,7 @@ from eagle_cli import options
 from eagle_cli.eval import _following
 from eagle_cli.main import main
 from eagle_train.evaluation import comparison
+from eagle_train.shards.schema import MANIFEST
 from eagle_train.targets.load import load_target
 
 
@@ -185,6 +186,33 @@ def test_figures_that_could_not_be_written_are_not_made(command, option, name, w
     assert words.format(option=option) in error
     assert error.count("\n") == 1
     assert sorted(one.name for one in tmp_path.iterdir()) == ["file", "folder.json"]
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        *[("a.json", text) for text in ("", "[]", '{"reports": []}', '{"reports": [{"target": "t"}]}')],
+        *[("a.csv", text) for text in ("", "set,tau\n1,2\n")],
+        *[("a.html", text) for text in ("", "<!doctype html>\n<title>eagle train</title>")],
+    ],
+)
+@pytest.mark.parametrize("given", [["--predict", "no-shards"], ["--target", "no-target"]])
+def test_a_file_that_is_no_report_is_not_replaced_by_one(name, content, given, tmp_path, capsys):
+    file = tmp_path / name
+    file.write_text(content)
+    assert eagle("eval", "no-head", *given, "--report", file) == 2  # nothing is loaded before
+    error = capsys.readouterr().err
+    assert error.startswith(f"error: --report {file}: there is a file that is no report of eagle eval, ")
+    assert error.count("\n") == 1
+    assert file.read_text() == content
+
+
+def test_shards_do_not_lose_their_record_to_a_report(tiny_shards_dir, capsys):
+    record = tiny_shards_dir / MANIFEST
+    before = record.read_bytes()
+    assert eagle("eval", "no-head", "--predict", tiny_shards_dir, "--report", record) == 2
+    assert f"--report {record}: there is a file that is no report" in capsys.readouterr().err
+    assert record.read_bytes() == before
 
 
 def test_a_file_of_figures_may_lie_in_a_new_folder(tmp_path):
