@@ -16,6 +16,7 @@ from eagle_train import hub
 from eagle_train.data.gguf_file import dequantised, gguf_source
 from eagle_train.errors import UserError
 from eagle_train.targets import plans
+from eagle_train.targets.headers import refuse_packed
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -56,6 +57,9 @@ def load_model(
             where, dtype=dtype, output_loading_info=True, **arguments
         )
     model, report = loaded
+    if quantisation(config) is None and not source:
+        with explained(target):
+            refuse_packed(where, config, model, _field(report, "unexpected_keys"))
     _refuse_incomplete(target, report)
     if by_plan:
         return model
@@ -260,6 +264,7 @@ def _say_spilled(model: PreTrainedModel) -> None:
 @contextlib.contextmanager
 def explained(target: str) -> Iterator[None]:
     """Turn what loading can raise into one sentence."""
+    from huggingface_hub.errors import StrictDataclassError
     from safetensors import SafetensorError
 
     with hub.asked_once(target) as silent:
@@ -267,6 +272,9 @@ def explained(target: str) -> Iterator[None]:
             yield
         except SafetensorError as error:
             raise UserError(f"{target}: a weight file is damaged ({error}); fetch it again") from error
+        except StrictDataclassError as error:
+            why = " ".join(str(error).split())
+            raise UserError(f"{target}: config.json: {why}; correct it, or fetch it again") from error
         except ODD as error:
             why = _first_line(error)
             if silent:

@@ -179,6 +179,50 @@ def test_a_missing_tensor_is_named_and_never_made_up(tiny_target_dir: Path, tmp_
         load_target(folder, device="cpu")
 
 
+_UP = "model.layers.3.mlp.up_proj.weight"
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "words"),
+    [
+        (_UP, torch.int8, f"{_UP} holds I8, but config.json has no quantization_config"),
+        (f"{_UP}_scale", torch.float32, f"{_UP}_scale belongs to a packed weight, but"),
+        (f"{_UP}_scale_inv", torch.float32, f"{_UP}_scale_inv belongs to a packed weight, but"),
+        ("model.layers.3.mlp.up_proj.qzeros", torch.int32, "up_proj.qzeros belongs to a packed weight, but"),
+        ("vision.logit_scale", torch.float32, None),
+        ("model.layers.3.self_attn.position_ids", torch.int64, None),
+    ],
+)
+def test_packed_weights_of_which_the_config_says_nothing_are_refused(
+    tiny_target_dir: Path, tmp_path: Path, name: str, dtype: torch.dtype, words: str | None
+) -> None:
+    folder = Path(shutil.copytree(tiny_target_dir, tmp_path / "t"))
+    tensors, metadata = load_tensors(folder / "model.safetensors")
+    tensors[name] = tensors.get(name, torch.ones(1)).to(dtype)
+    save_tensors(folder / "model.safetensors", tensors, metadata)
+    if words is None:
+        assert load_target(folder, device="cpu").dtype == torch.float32
+        return
+    with pytest.raises(UserError) as caught:
+        load_target(folder, device="cpu")
+    assert words in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"), [("hidden_size", "32"), ("rms_norm_eps", []), ("vocab_size", 1.5)]
+)
+def test_a_config_of_a_wrong_type_is_named_in_one_line(
+    tiny_target_dir: Path, tmp_path: Path, field: str, value: object
+) -> None:
+    folder = Path(shutil.copytree(tiny_target_dir, tmp_path / "t"))
+    record = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**record, field: value}))
+    with pytest.raises(UserError) as caught:
+        checkpoint.load_config(str(folder), False)
+    assert str(caught.value).startswith(f"{folder}: config.json: ")
+    assert field in str(caught.value)
+
+
 def test_a_cut_weight_file_is_named(tiny_target_dir: Path, tmp_path: Path) -> None:
     folder = Path(shutil.copytree(tiny_target_dir, tmp_path / "t"))
     file = folder / "model.safetensors"
