@@ -107,7 +107,8 @@ def _drop_twins(stored: dict[str, Tensor], config: HeadConfig, where: str) -> No
         if name not in stored or twin not in stored:
             lost = name if name not in stored else twin
             raise UserError(f"{where}: not this head's weights: missing {lost}")
-        if not stored.pop(twin).nan_to_num().equal(stored[name].nan_to_num()):  # NaN is named later
+        check_finite({key: stored[key] for key in (twin, name)}, where)  # NaN equals nothing, not even itself
+        if not stored.pop(twin).equal(stored[name]):
             raise UserError(
                 f"{where}: {twin}, which SGLang reads, is not {name}, which vLLM reads in its place; keep "
                 "the one that the head was trained with"

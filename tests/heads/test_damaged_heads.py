@@ -14,6 +14,7 @@ from eagle_train.errors import UserError
 from eagle_train.heads.disk import load_head, save_head
 from eagle_train.heads.foreign import read_foreign
 from eagle_train.heads.foreign_config import Told
+from eagle_train.io import load_tensors, save_tensors
 
 from .foreign_heads import (
     EAGLE1,
@@ -191,6 +192,13 @@ def test_weights_that_are_no_numbers_are_named(odd, tmp_path):
     tensors["midlayer.mlp.up_proj.weight"][0, 0] = odd
     with pytest.raises(UserError, match=r"head: midlayer\.mlp\.up_proj\.weight holds NaN or infinity"):
         read_foreign(write(tmp_path / "head", EAGLE3, tensors))
+    deep = small_head("eagle3", num_hidden_layers=2)
+    save_head(deep, tmp_path / "deep")
+    tensors = load_tensors(tmp_path / "deep" / "model.safetensors")[0]
+    tensors["layers.1.hidden_norm.weight"][0] = odd  # of the two names of one norm, that which SGLang reads
+    save_tensors(tmp_path / "deep" / "model.safetensors", tensors)
+    with pytest.raises(UserError, match=r"layers\.1\.hidden_norm\.weight holds NaN or infinity"):
+        load_head(tmp_path / "deep")
     own = small_head("eagle3")
     with torch.no_grad():
         own.norm.weight[0] = odd
