@@ -19,11 +19,9 @@ from eagle_train.errors import UserError
 from eagle_train.io import sweep
 from eagle_train.progress import bytes_text
 from eagle_train.shards.claims import clear
-from eagle_train.shards.frozen_target import target_bytes
 from eagle_train.shards.passing import Passage, PassingShards, groups_of
 from eagle_train.shards.plan import RowTable, make_plan
 from eagle_train.shards.schema import PLAN, Plan, shard_name
-from eagle_train.shards.writer import finished_shard
 from eagle_train.targets.produce import READY, Job
 from eagle_train.targets.survey import Survey, survey
 from eagle_train.training.held_out import order_of, rows_of
@@ -94,8 +92,12 @@ def _begin(
     held_out: list[int],
     done: int,
     num_steps: int,
-) -> Maker | None:
-    """Plan, remove what is used up, and start making what is missing; None where nothing is."""
+) -> Maker:
+    """Plan, remove what is used up, and start making what is missing.
+
+    Where nothing is, the process is started all the same: it alone knows whether the target is still the one
+    whose features lie there.
+    """
     assert live.max_disk is not None
     known = Plan.load(folder) if (folder / PLAN).is_file() else None
     settings = live.settings(recipe, processes.device)
@@ -122,9 +124,6 @@ def _begin(
     for number in passage.used_up(done):
         (folder / shard_name(number)).unlink(missing_ok=True)
     make = passage.wanted(done, num_steps)
-    there = known is not None and target_bytes(folder) > 0
-    if there and all(finished_shard(folder, known, number) for number in make):  # type: ignore[arg-type]
-        return None
     settings |= {"batch_tokens": setting.batch_tokens, "shard_tokens": setting.shard_tokens}
     settings |= {"threads": setting.threads, "dtype": setting.target["dtype"]}
     rows = [list(group) for group in groups]

@@ -115,6 +115,18 @@ def test_labels_are_their_likeliest_tokens_where_asked(
         train(tiny_rows_dir, recipe, run, live=replace(live, label_top_k=0), show=False)
 
 
+def test_another_target_does_not_go_on_where_no_shard_is_missing(
+    tmp_path, tiny, tiny_rows_dir, make_tiny_target, live
+):
+    recipe, run = tiny(*EPOCH), tmp_path / "run"
+    train(tiny_rows_dir, recipe, run, live=live, show=False)
+    other = make_tiny_target(tmp_path / "other", seed=1)
+    held = {file.name: file.read_bytes() for file in (run / "shards").iterdir()}
+    with pytest.raises(UserError, match=r"these shards are made with target .*; this run has .*other"):
+        train(tiny_rows_dir, recipe, run, live=replace(live, name=str(other)), show=False)
+    assert {file.name: file.read_bytes() for file in (run / "shards").iterdir()} == held
+
+
 @pytest.mark.slow
 def test_after_a_crash_shards_that_were_removed_are_made_again(
     tmp_path, tiny, row_by_row, tiny_rows_dir, live, same, monkeypatch
