@@ -15,6 +15,7 @@ def load_tokenizer(target: str, trust_remote_code: bool = False) -> Any:
 
     Nothing is fetched when ``HF_HUB_OFFLINE=1``. Raises UserError when there is no tokenizer to load.
     """
+    from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoTokenizer
 
     path = Path(target)
@@ -33,6 +34,8 @@ def load_tokenizer(target: str, trust_remote_code: bool = False) -> Any:
             if len(tokenizer.get_vocab()) <= len(tokenizer.added_tokens_decoder):  # made up from nothing
                 raise ValueError("its files hold no vocabulary")
             return tokenizer
+        except StrictDataclassError as error:  # some tokenizers are found through the model's config
+            raise UserError(f"{target}: config.json: {error}; correct it, or fetch it again") from error
         except (OSError, ValueError, ImportError, KeyError, AttributeError, TypeError) as error:
             reason = silent or (str(error).strip() or type(error).__name__).splitlines()[0]
             raise UserError(

@@ -273,8 +273,7 @@ def explained(target: str) -> Iterator[None]:
         except SafetensorError as error:
             raise UserError(f"{target}: a weight file is damaged ({error}); fetch it again") from error
         except StrictDataclassError as error:
-            why = " ".join(str(error).split())
-            raise UserError(f"{target}: config.json: {why}; correct it, or fetch it again") from error
+            raise UserError(f"{target}: config.json: {error}; correct it, or fetch it again") from error
         except ODD as error:
             why = _first_line(error)
             if silent:

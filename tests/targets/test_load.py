@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +12,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
+from eagle_train.data.tokenizer import load_tokenizer
 from eagle_train.errors import UserError
 from eagle_train.io import load_tensors, save_tensors
 from eagle_train.targets import checkpoint
@@ -208,17 +210,19 @@ def test_packed_weights_of_which_the_config_says_nothing_are_refused(
     assert words in str(caught.value)
 
 
+@pytest.mark.parametrize("load", [load_tokenizer, lambda folder: checkpoint.load_config(folder, False)])
 @pytest.mark.parametrize(
     ("field", "value"), [("hidden_size", "32"), ("rms_norm_eps", []), ("vocab_size", 1.5)]
 )
 def test_a_config_of_a_wrong_type_is_named_in_one_line(
-    tiny_target_dir: Path, tmp_path: Path, field: str, value: object
+    tiny_target_dir: Path, tmp_path: Path, field: str, value: object, load: Callable[[str], object]
 ) -> None:
     folder = Path(shutil.copytree(tiny_target_dir, tmp_path / "t"))
     record = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**record, field: value}))
+    (folder / "tokenizer_config.json").write_text("{}")  # the config has to say which tokenizer it is
     with pytest.raises(UserError) as caught:
-        checkpoint.load_config(str(folder), False)
+        load(str(folder))
     assert str(caught.value).startswith(f"{folder}: config.json: ")
     assert field in str(caught.value)
 
