@@ -130,7 +130,8 @@ def own_law(target: Target, sampling: Sampling) -> Sampling:
     A repetition penalty asked for takes the place of the target's. Raises UserError for what no tree can
     honour.
     """
-    own = own_processors(getattr(target.model, "generation_config", None), target.eos_ids, target.name)
+    given = getattr(target.model, "generation_config", None)
+    own = own_processors(given, target.eos_ids, target.name, target.vocab_size)
     if own is not None and sampling.repetition_penalty != 1:
         own.values.pop("repetition_penalty", None)
     return replace(sampling, processors=own)

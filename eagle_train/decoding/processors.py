@@ -14,7 +14,14 @@ import torch
 from torch import Tensor
 
 from eagle_train.errors import UserError
-from eagle_train.targets.generation import BY_TEXT, OF_THE_LAW, REFUSED, own_settings
+from eagle_train.targets.generation import (
+    BY_TEXT,
+    OF_THE_LAW,
+    REFUSED,
+    bad_setting,
+    check_settings,
+    own_settings,
+)
 
 _WHY_NOT = {"forced_eos_token_id": "depends on the most tokens asked for, not on the text"}
 
@@ -39,10 +46,13 @@ class Processors:
         return _run(made, law.reshape(-1, law.shape[-1]).log(), ()).softmax(-1).view(law.shape)
 
 
-def own_processors(generation_config: Any, eos_ids: Sequence[int], name: str) -> Processors | None:
+def own_processors(
+    generation_config: Any, eos_ids: Sequence[int], name: str, vocab_size: int | None = None
+) -> Processors | None:
     """Return what a target's generation_config, or the record of one, sets; None where nothing.
 
-    Raises UserError naming the first setting that cannot be honoured in a tree.
+    `vocab_size` is the target's, where it is known. Raises UserError naming the first setting that cannot be
+    honoured in a tree, or whose value none can be honoured by.
     """
     given = own_settings(generation_config)
     for key in REFUSED:
@@ -52,6 +62,13 @@ def own_processors(generation_config: Any, eos_ids: Sequence[int], name: str) ->
                 f"{name}: its generation_config sets {key} to {str(given[key])[:40]}, which {why}; "
                 "give --no-processors to decode without the target's own processors"
             )
+    check_settings(given, name, vocab_size)
+    for key in given:  # whatever else the library itself does not take
+        try:
+            alone, begun = {key: given[key]}, 1
+            _by_text(alone, tuple(eos_ids), begun, "cpu"), _of_the_law(alone, "cpu")
+        except (TypeError, ValueError, OverflowError) as error:
+            raise bad_setting(name, key, given[key], f"what transformers takes ({error})") from error
     return Processors(given, tuple(eos_ids)) if given else None
 
 

@@ -35,7 +35,7 @@ from eagle_train.shards.frozen_target import FrozenTarget
 from eagle_train.shards.reader import Shards, open_shards
 from eagle_train.shards.schema import MANIFEST, holds_feature_of
 from eagle_train.targets.extract import extract
-from eagle_train.targets.generation import own_settings
+from eagle_train.targets.generation import check_settings, own_settings
 from eagle_train.targets.load import default_device, load_target
 from eagle_train.training.loader import Loader
 from eagle_train.training.trained_on import other_weights, rows_not_trained_on, trained_on
@@ -174,6 +174,7 @@ def _figures(
             "needs the states: extract without --label-top-k, or predict greedily"
         )
     own = frozen.generation if processors else {}
+    check_settings(own_settings(own), shards.info["target"]["name"], int(shards.info["vocab_size"]))
     if own and not sampling.greedy:
         eos_ids = tuple(own.get("eos_token_id", ()))
         sampling = replace(sampling, processors=own_processors(own, eos_ids, shards.info["target"]["name"]))

@@ -16,6 +16,7 @@ from eagle_train import hub
 from eagle_train.data.gguf_file import dequantised, gguf_source
 from eagle_train.errors import UserError
 from eagle_train.targets import plans
+from eagle_train.targets.generation import refuse_unread
 from eagle_train.targets.headers import refuse_packed
 
 if TYPE_CHECKING:
@@ -41,6 +42,7 @@ def load_model(
 
     where, source = _source(target)
     config = load_config(target, trust_remote_code)
+    refuse_unread(Path(where), target)
     if dtype is None:
         dtype = default_dtype(config, device, is_gguf=bool(source))
     if device_map is None and getattr(config, "quantization_config", None) is not None:

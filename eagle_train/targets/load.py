@@ -16,7 +16,7 @@ from eagle_train.errors import UserError, nearest
 from eagle_train.shards.frozen_target import FrozenTarget
 from eagle_train.targets import checkpoint
 from eagle_train.targets.fingerprint import weights_fingerprint
-from eagle_train.targets.generation import own_settings
+from eagle_train.targets.generation import checked_eos, own_settings
 from eagle_train.targets.output_map import OutputMap, output_map
 
 if TYPE_CHECKING:
@@ -109,13 +109,15 @@ class Target:
 
     @cached_property
     def eos_ids(self) -> tuple[int, ...]:
-        """All token ids that end an answer: generation config first, then the config, without doubles."""
+        """All token ids that end an answer: generation config first, then the config, without doubles.
+
+        Raises UserError where one is no id.
+        """
         found: list[int] = []
         generation = getattr(self.model, "generation_config", None)
         for source in (generation, self.config):
-            value = getattr(source, "eos_token_id", None)
-            found += value if isinstance(value, list) else [] if value is None else [value]
-        return tuple(dict.fromkeys(int(i) for i in found))
+            found += checked_eos(getattr(source, "eos_token_id", None), self.name)
+        return tuple(dict.fromkeys(found))
 
     @property
     def own_settings(self) -> dict[str, Any]:

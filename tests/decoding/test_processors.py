@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from transformers import GenerationConfig
@@ -128,3 +130,45 @@ def test_a_penalty_asked_for_takes_the_place_of_the_targets(toy, monkeypatch):
     monkeypatch.setattr(toy.model, "generation_config", given)
     assert own_law(toy, Sampling()).processors.values == {"repetition_penalty": 1.3, "suppress_tokens": [0]}
     assert own_law(toy, Sampling(repetition_penalty=2.0)).processors.values == {"suppress_tokens": [0]}
+
+
+BAD = {
+    "repetition_penalty": ["a", -1.0, math.nan, math.inf, 0, [1], True],
+    "min_length": ["x", 3.5, -4],
+    "min_new_tokens": [-1],
+    "no_repeat_ngram_size": ["2", -2, 1.5],
+    "bad_words_ids": [[5], [[9999]], [[-5]], [[]], "x"],
+    "sequence_bias": [{"5": 1}, [[[9999], 2.0]], [[[2], math.nan]], [[[2], 1]], 3],
+    "suppress_tokens": [["a"], [99999], [True], 2],
+    "begin_suppress_tokens": [[-1]],
+    "exponential_decay_length_penalty": [3, [3], ["3", 1.0], [3, 0]],
+    "forced_bos_token_id": [9999, "0"],
+    "min_p": [3, "q", -0.1],
+    "typical_p": ["q", 0, 1.5],
+    "epsilon_cutoff": [5, 1],
+    "eta_cutoff": ["x", -1],
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_a_value_that_no_processor_takes_is_refused_in_a_line(name):
+    for value in BAD[name]:
+        with pytest.raises(UserError) as caught:
+            own_processors({name: value}, (EOS,), "toy", 8)
+        words = f"toy: generation_config.json: {name}: got {value!r}, wanted "
+        assert str(caught.value).startswith(words)
+        assert "; mend the file, or give --no-processors" in str(caught.value)
+    assert own_processors({name: CASES[name]}, (EOS,), "toy", 8).values == {name: CASES[name]}
+
+
+def test_what_transformers_itself_does_not_take_is_refused_in_a_line(monkeypatch):
+    def refusing(_):
+        raise ValueError("never")
+
+    monkeypatch.setattr("transformers.generation.logits_process.NoRepeatNGramLogitsProcessor", refusing)
+    with pytest.raises(UserError, match=r"ngram_size: got 2, wanted what transformers takes \(never\)"):
+        own_processors({"no_repeat_ngram_size": 2}, (EOS,), "toy")
+
+
+def test_token_0_may_be_forced():
+    assert own_processors({"forced_bos_token_id": 0}, (EOS,), "toy", 8).values == {"forced_bos_token_id": 0}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -44,6 +45,28 @@ def test_several_end_tokens_are_all_kept(tiny_target_dir: Path, tmp_path: Path) 
     file = folder / "generation_config.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), "eos_token_id": [9, 0]}))
     assert load_target(folder, device="cpu").eos_ids == (9, 0, 2)
+
+
+@pytest.mark.parametrize("value", ["x", -1, [2, "x"], 2.5])
+def test_an_end_token_that_is_no_id_is_refused(tiny_target_dir: Path, tmp_path: Path, value: object) -> None:
+    folder = Path(shutil.copytree(tiny_target_dir, tmp_path / "t"))
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": value}))
+    words = f"{folder}: generation_config.json: eos_token_id: got {value!r}, wanted a token id"
+    with pytest.raises(UserError, match=f"^{re.escape(words)}"):
+        _ = load_target(folder, device="cpu").eos_ids
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [('{"repetition_penalty": 1.', "cannot be read"), ("", "cannot be read"), ("[1]", "got a list")],
+)
+def test_a_generation_config_that_is_no_json_object_is_refused(
+    tiny_target_dir: Path, tmp_path: Path, text: str, words: str
+) -> None:
+    folder = Path(shutil.copytree(tiny_target_dir, tmp_path / "t"))
+    (folder / "generation_config.json").write_text(text)
+    with pytest.raises(UserError, match=f"^{re.escape(str(folder))}: generation_config.json: {words}"):
+        load_target(folder, device="cpu")
 
 
 @pytest.mark.parametrize("tied", [True, False])
