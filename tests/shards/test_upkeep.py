@@ -248,7 +248,7 @@ def test_info_says_what_is_there(copied: Path, capsys: pytest.CaptureFixture[str
     (copied / "shards.json").unlink()
     (copied / "shard-00001.safetensors").unlink()
     assert _run("info", copied) == 0
-    assert f"unfinished, {found['shards'] - 1} are there" in capsys.readouterr().out
+    assert f"unfinished, {found['shards'] - 1} there;" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
