@@ -19,7 +19,8 @@ from eagle_train.data.prepare import prepare
 from eagle_train.decoding.shapes import Chain, Dynamic
 from eagle_train.evaluation.evaluate import evaluate
 from eagle_train.export.export import export
-from eagle_train.io import make_folder, write_json
+from eagle_train.io.paths import make_folder
+from eagle_train.io.text import write_json
 from eagle_train.recipe_files import load_recipe
 from eagle_train.targets.builtin import small_target
 from eagle_train.targets.checkpoint import computes_in_bf16

@@ -5,7 +5,7 @@ from __future__ import annotations
 from importlib import metadata
 from typing import Any
 
-from eagle_train.io import sha256_json
+from eagle_train.io.checksums import sha256_json
 
 
 def tool_version() -> str:

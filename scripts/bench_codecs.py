@@ -29,7 +29,8 @@ from torch import Tensor
 from eagle_train.errors import UserError
 from eagle_train.evaluation.predict import predict
 from eagle_train.heads.draft_vocab import choose_draft_ids, to_draft
-from eagle_train.io import make_folder, save_tensors
+from eagle_train.io.paths import make_folder
+from eagle_train.io.tensors import save_tensors
 from eagle_train.losses.top_labels import TopLabels
 from eagle_train.recipe_files import load_recipe
 from eagle_train.shards.codecs import CODECS, check_codec, decode, encode

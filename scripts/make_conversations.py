@@ -16,7 +16,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from eagle_train.io import write_bytes
+from eagle_train.io.text import write_bytes
 from eagle_train.regenerate.answers import AnswerSettings
 from eagle_train.regenerate.regenerate import regenerate
 from eagle_train.targets.builtin import NAME, small_target

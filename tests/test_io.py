@@ -11,19 +11,12 @@ import pytest
 import torch
 
 from eagle_train.errors import UserError, nearest
-from eagle_train.io import (
-    create_text,
-    is_running,
-    load_tensors,
-    read_json,
-    replacing,
-    replacing_folder,
-    save_tensors,
-    sha256_json,
-    sweep,
-    write_json,
-    write_text,
-)
+from eagle_train.io.checksums import sha256_json
+from eagle_train.io.creating import create_text
+from eagle_train.io.tensors import load_tensors, save_tensors
+from eagle_train.io.text import read_json, write_json, write_text
+from eagle_train.io.whole_file import replacing, sweep
+from eagle_train.io.whole_folder import is_running, replacing_folder
 from eagle_train.shards.files import open_shard
 
 
@@ -193,7 +186,7 @@ def test_a_folder_takes_its_place_whole_or_not_at_all(tmp_path):
 
 _KILLED = """
 import os, sys
-from eagle_train.io import replacing_folder
+from eagle_train.io.whole_folder import replacing_folder
 own = os.replace
 def replace(old, new):
     if str(old).endswith("new"):

@@ -32,7 +32,7 @@ from eagle_train.data.records import (
     valid_text,
 )
 from eagle_train.data.token_rows import are_ids, read_token_row
-from eagle_train.io import sha256_json
+from eagle_train.io.checksums import sha256_json
 
 ROLES = {
     **dict.fromkeys(("user", "human", "prompter"), "user"),

@@ -18,7 +18,8 @@ from eagle_train.data.templates import Arguments, ChatTemplate, load_template
 from eagle_train.data.tokenizer import load_tokenizer
 from eagle_train.distributed import num_cores, world_size
 from eagle_train.errors import UserError
-from eagle_train.io import replacing_folder, write_json
+from eagle_train.io.text import write_json
+from eagle_train.io.whole_folder import replacing_folder
 from eagle_train.progress import counted, progress
 from eagle_train.provenance import tokenizer_fingerprint, tool_version
 

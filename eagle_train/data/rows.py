@@ -19,7 +19,7 @@ from eagle_train.data.encoding import Outcome
 from eagle_train.data.mask import EncodedRow
 from eagle_train.data.token_rows import mask_of
 from eagle_train.errors import UserError
-from eagle_train.io import read_json
+from eagle_train.io.text import read_json
 
 FORMAT_VERSION = 1
 _PER_WRITE = 512

@@ -16,7 +16,9 @@ from eagle_train import hub
 from eagle_train.data.conversations import RECORD_FIELDS
 from eagle_train.data.json_stream import Damaged, read_lines, read_values
 from eagle_train.errors import UserError
-from eagle_train.io import os_error, read_json, sha256_file
+from eagle_train.io.checksums import sha256_file
+from eagle_train.io.paths import os_error
+from eagle_train.io.text import read_json
 
 LINE_FORMS = (".jsonl", ".ndjson", ".jsonl.gz", ".ndjson.gz")
 FILE_FORMS = (*LINE_FORMS, ".json", ".json.gz", ".parquet")

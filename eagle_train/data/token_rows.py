@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from eagle_train.data.records import Skip, TokenRow, category_of, place_of, valid_text
-from eagle_train.io import sha256_json
+from eagle_train.io.checksums import sha256_json
 
 
 def read_token_row(record: dict[str, Any], source: str) -> TokenRow:

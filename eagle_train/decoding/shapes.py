@@ -9,7 +9,7 @@ from pathlib import Path
 
 from eagle_train.decoding.trees import EAGLE1_PATHS, StaticShape
 from eagle_train.errors import UserError
-from eagle_train.io import read_json, write_json
+from eagle_train.io.text import read_json, write_json
 
 MOST_NODES = 1024  # that a target reads in one round, the root counted
 MOST_GUESSES = 256  # one after the other

@@ -14,7 +14,8 @@ from eagle_train.evaluation.outputs import check_output
 from eagle_train.evaluation.page import TITLE, as_page, predicted_page
 from eagle_train.evaluation.questions import read_questions
 from eagle_train.evaluation.tables import as_csv
-from eagle_train.io import os_error, read_json, write_json, write_text
+from eagle_train.io.paths import os_error
+from eagle_train.io.text import read_json, write_json, write_text
 from eagle_train.targets.load import Target, load_target
 
 FORMATS = (".json", ".csv", ".html")

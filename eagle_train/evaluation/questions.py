@@ -13,7 +13,7 @@ from eagle_train.data.records import category_of
 from eagle_train.data.templates import ChatTemplate, TemplateRefused, load_template
 from eagle_train.errors import UserError, nearest
 from eagle_train.evaluation.hub_questions import SETS, hub_records
-from eagle_train.io import os_error
+from eagle_train.io.paths import os_error
 
 BUILTIN = "heldout.jsonl"
 

@@ -20,7 +20,10 @@ from eagle_train.export.verify import REFERENCE_FOLDER, verify, write_reference
 from eagle_train.heads.config import HeadConfig
 from eagle_train.heads.disk import CONFIG, WEIGHTS, Head, head_tensors
 from eagle_train.heads.foreign import read_any
-from eagle_train.io import replacing_folder, save_tensors, sha256_file, write_json, write_text
+from eagle_train.io.checksums import sha256_file
+from eagle_train.io.tensors import save_tensors
+from eagle_train.io.text import write_json, write_text
+from eagle_train.io.whole_folder import replacing_folder
 from eagle_train.progress import bytes_text
 from eagle_train.provenance import tool_version
 from eagle_train.targets.load import DTYPES, parse_dtype

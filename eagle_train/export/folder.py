@@ -7,7 +7,7 @@ from collections.abc import Collection
 from pathlib import Path
 
 from eagle_train.errors import UserError
-from eagle_train.io import read_json
+from eagle_train.io.text import read_json
 from eagle_train.training.trained_on import PROVENANCE
 
 

@@ -18,7 +18,9 @@ from eagle_train.export.source import find_target_config, text_config
 from eagle_train.heads.disk import CONFIG, WEIGHTS, Head, load_head, save_head
 from eagle_train.heads.foreign import ForeignHead, is_foreign, read_foreign
 from eagle_train.heads.foreign_config import Told
-from eagle_train.io import replacing_folder, sha256_file, write_json
+from eagle_train.io.checksums import sha256_file
+from eagle_train.io.text import write_json
+from eagle_train.io.whole_folder import replacing_folder
 from eagle_train.progress import bytes_text
 from eagle_train.provenance import tool_version
 from eagle_train.training.trained_on import PROVENANCE, trained_on

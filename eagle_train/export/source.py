@@ -18,7 +18,7 @@ from eagle_train.config import Recipe
 from eagle_train.errors import UserError
 from eagle_train.evaluation.heads import find_head, run_of
 from eagle_train.heads.disk import WEIGHTS
-from eagle_train.io import sha256_file
+from eagle_train.io.checksums import sha256_file
 from eagle_train.recipe_files import load_recipe
 from eagle_train.shards import frozen_target
 from eagle_train.shards.schema import MANIFEST

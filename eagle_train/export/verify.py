@@ -20,7 +20,9 @@ from eagle_train.heads.config import HeadConfig, rope_of
 from eagle_train.heads.disk import CONFIG, WEIGHTS, Head, load_head
 from eagle_train.heads.foreign import is_foreign, read_foreign
 from eagle_train.heads.medusa import MedusaHead
-from eagle_train.io import load_tensors, make_folder, read_json, save_tensors
+from eagle_train.io.paths import make_folder
+from eagle_train.io.tensors import load_tensors, save_tensors
+from eagle_train.io.text import read_json
 
 REFERENCE_FOLDER, REFERENCE = "check", "reference.safetensors"
 _OUTPUTS = {"eagle1": "states", "eagle3": "logits", "medusa": "logits"}

@@ -17,7 +17,9 @@ from eagle_train.heads.draft_vocab import from_offsets, to_offsets
 from eagle_train.heads.eagle1 import Eagle1Head
 from eagle_train.heads.eagle3 import Eagle3Head
 from eagle_train.heads.medusa import MedusaHead
-from eagle_train.io import load_tensors, make_folder, read_json, save_tensors, write_json
+from eagle_train.io.paths import make_folder
+from eagle_train.io.tensors import load_tensors, save_tensors
+from eagle_train.io.text import read_json, write_json
 
 EagleHead = Eagle1Head | Eagle3Head
 Head = EagleHead | MedusaHead

@@ -23,7 +23,7 @@ from eagle_train.heads.foreign_tensors import (
     read_tensors,
     to_our_names,
 )
-from eagle_train.io import read_json
+from eagle_train.io.text import read_json
 
 FILES = (WEIGHTS, INDEX, PICKLED)  # of which a head directory has one
 _SAME = 2.0**-7  # two copies of a table may be rounded to different dtypes

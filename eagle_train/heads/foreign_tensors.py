@@ -18,7 +18,8 @@ from torch import Tensor
 
 from eagle_train.errors import UserError
 from eagle_train.heads.disk import WEIGHTS
-from eagle_train.io import load_tensors, read_json
+from eagle_train.io.tensors import load_tensors
+from eagle_train.io.text import read_json
 
 PICKLED, INDEX = "pytorch_model.bin", "model.safetensors.index.json"
 _DROPPED = ("rotary_emb.inv_freq", "verifier_norm.weight", "verifier_lm_head.weight")

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any, BinaryIO, cast
 
 from eagle_train.errors import UserError
-from eagle_train.io import read_json, replacing, write_json
+from eagle_train.io.text import read_json, write_json
+from eagle_train.io.whole_file import replacing
 from eagle_train.progress import counted
 from eagle_train.regenerate.answers import Answer, Asked
 from eagle_train.regenerate.work import Work, folder_of, reading, refuse_other

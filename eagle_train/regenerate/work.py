@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from eagle_train.errors import UserError
-from eagle_train.io import make_folder, os_error, read_json, write_json
+from eagle_train.io.paths import make_folder, os_error
+from eagle_train.io.text import read_json, write_json
 from eagle_train.regenerate.answers import Answer, Asked
 
 _SETTINGS = "settings.json"

@@ -11,7 +11,7 @@ import torch
 
 from eagle_train.distributed import num_cores
 from eagle_train.errors import UserError
-from eagle_train.io import load_tensors
+from eagle_train.io.tensors import load_tensors
 from eagle_train.progress import progress
 from eagle_train.shards.files import ShardFile, mend_shard, open_shard
 from eagle_train.shards.manifest import counted, index_of, joined_plan

@@ -20,7 +20,9 @@ from pathlib import Path
 from types import TracebackType
 
 from eagle_train.errors import UserError
-from eagle_train.io import is_running, link, os_error
+from eagle_train.io.creating import link
+from eagle_train.io.paths import os_error
+from eagle_train.io.whole_folder import is_running
 
 FOLDER = ".claims"
 CLOSING = -1  # claimed like a shard by the worker that writes the manifest

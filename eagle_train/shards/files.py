@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from eagle_train.errors import UserError
-from eagle_train.io import os_error, refuse_special
+from eagle_train.io.paths import os_error, refuse_special
 from eagle_train.shards.schema import HEADER_KEY, MANIFEST, PLAN
 
 _DTYPES = {

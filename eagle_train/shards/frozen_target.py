@@ -17,7 +17,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from eagle_train.errors import UserError
-from eagle_train.io import load_tensors, read_json, save_tensors, write_json
+from eagle_train.io.tensors import load_tensors, save_tensors
+from eagle_train.io.text import read_json, write_json
 from eagle_train.shards.schema import mend
 
 TENSORS = "target.safetensors"

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from eagle_train.errors import UserError
-from eagle_train.io import read_json
+from eagle_train.io.text import read_json
 from eagle_train.shards.codecs import CODECS
 from eagle_train.shards.schema import (
     FEATURES,

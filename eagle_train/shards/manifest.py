@@ -13,7 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from eagle_train.io import save_tensors, sha256_bytes, sha256_file, sha256_json, write_json
+from eagle_train.io.checksums import sha256_bytes, sha256_file, sha256_json
+from eagle_train.io.tensors import save_tensors
+from eagle_train.io.text import write_json
 from eagle_train.provenance import tool_version
 from eagle_train.shards import frozen_target
 from eagle_train.shards.files import ShardFile, open_shard

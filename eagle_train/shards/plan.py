@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from eagle_train.errors import UserError
-from eagle_train.io import sha256_json
+from eagle_train.io.checksums import sha256_json
 from eagle_train.shards.schema import Plan, PlannedShard, Setting, tensor_bytes, tensor_shapes
 
 Span = tuple[int, int]

@@ -17,7 +17,9 @@ import torch
 from torch import Tensor
 
 from eagle_train.errors import UserError
-from eagle_train.io import load_tensors, os_error, sha256_file
+from eagle_train.io.checksums import sha256_file
+from eagle_train.io.paths import os_error
+from eagle_train.io.tensors import load_tensors
 from eagle_train.shards import frozen_target
 from eagle_train.shards.codecs import decode
 from eagle_train.shards.files import ShardFile, mend_shard, open_shard

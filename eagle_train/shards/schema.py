@@ -37,7 +37,9 @@ from typing import Any, get_origin, get_type_hints
 import torch
 
 from eagle_train.errors import UserError, nearest
-from eagle_train.io import create_text, read_json, sha256_json
+from eagle_train.io.checksums import sha256_json
+from eagle_train.io.creating import create_text
+from eagle_train.io.text import read_json
 from eagle_train.shards.codecs import CODECS
 
 FORMAT_VERSION = 1

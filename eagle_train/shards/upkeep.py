@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from eagle_train.errors import UserError
-from eagle_train.io import make_folder, os_error, replacing, sha256_json
+from eagle_train.io.checksums import sha256_json
+from eagle_train.io.paths import make_folder, os_error
+from eagle_train.io.whole_file import replacing
 from eagle_train.progress import counted
 from eagle_train.shards import frozen_target
 from eagle_train.shards.checking import (

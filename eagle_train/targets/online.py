@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from eagle_train import distributed
-from eagle_train.io import sha256_json
+from eagle_train.io.checksums import sha256_json
 from eagle_train.progress import bytes_text, counted
 from eagle_train.shards.frozen_target import FrozenTarget
 from eagle_train.shards.manifest import described

@@ -21,7 +21,8 @@ from typing import Any
 import torch
 
 from eagle_train.errors import UserError
-from eagle_train.io import make_folder, sweep
+from eagle_train.io.paths import make_folder
+from eagle_train.io.whole_file import sweep
 from eagle_train.progress import bytes_text
 from eagle_train.shards.claims import CLOSING, Claims
 from eagle_train.shards.plan import make_plan

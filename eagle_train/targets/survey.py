@@ -15,7 +15,8 @@ from eagle_train.distributed import num_cores
 from eagle_train.errors import UserError
 from eagle_train.heads.config import HeadConfig
 from eagle_train.heads.rotary import Rotary
-from eagle_train.io import os_error, read_json
+from eagle_train.io.paths import os_error
+from eagle_train.io.text import read_json
 from eagle_train.progress import bytes_text, counted
 from eagle_train.provenance import tokenizer_fingerprint
 from eagle_train.shards.codecs import CODECS, check_codec, check_top_labels

@@ -25,7 +25,11 @@ from eagle_train.distributed import is_main
 from eagle_train.errors import UserError
 from eagle_train.heads.disk import CONFIG, WEIGHTS, Head, load_head, save_head
 from eagle_train.heads.foreign import FILES
-from eagle_train.io import os_error, read_json, replacing_folder, save_tensors, sha256_file, write_json
+from eagle_train.io.checksums import sha256_file
+from eagle_train.io.paths import os_error
+from eagle_train.io.tensors import save_tensors
+from eagle_train.io.text import read_json, write_json
+from eagle_train.io.whole_folder import replacing_folder
 
 FOLDER, TENSORS, RECORD = "checkpoints", "trainer.safetensors", "trainer.json"
 FORMAT_VERSION = 2

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from eagle_train.config import OptimRecipe
 from eagle_train.heads.disk import Head
-from eagle_train.io import load_tensors
+from eagle_train.io.tensors import load_tensors
 from eagle_train.training.average import Average
 from eagle_train.training.checkpoints import TENSORS
 from eagle_train.training.optim import Optimizers

@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from eagle_train.io import os_error, write_text
+from eagle_train.io.paths import os_error
+from eagle_train.io.text import write_text
 from eagle_train.losses.acceptance import AcceptanceCounts
 from eagle_train.training.checkpoints import DIGITS, State
 from eagle_train.training.processes import Processes

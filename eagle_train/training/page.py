@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from eagle_train.errors import UserError
-from eagle_train.io import read_json, write_text
+from eagle_train.io.text import read_json, write_text
 from eagle_train.page import as_html, as_text, check_matplotlib, plot
 from eagle_train.progress import counted, span
 from eagle_train.training.checkpoints import State

@@ -16,7 +16,7 @@ import torch
 from eagle_train.config import Recipe
 from eagle_train.data.rows import open_rows
 from eagle_train.errors import UserError
-from eagle_train.io import sweep
+from eagle_train.io.whole_file import sweep
 from eagle_train.progress import bytes_text
 from eagle_train.shards.claims import clear
 from eagle_train.shards.passing import Passage, PassingShards, groups_of

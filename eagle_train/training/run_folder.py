@@ -13,7 +13,8 @@ import torch
 
 from eagle_train.config import Recipe
 from eagle_train.errors import UserError
-from eagle_train.io import make_folder, os_error, read_json, write_json, write_text
+from eagle_train.io.paths import make_folder, os_error
+from eagle_train.io.text import read_json, write_json, write_text
 from eagle_train.provenance import tool_version
 from eagle_train.recipe_files import load_recipe
 from eagle_train.shards.manifest import rows_held

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from eagle_train.io import read_json
+from eagle_train.io.text import read_json
 from eagle_train.recipe_files import load_recipe
 from eagle_train.shards.row_source import RowSource
 from eagle_train.training.checkpoints import FOLDER, head_folder

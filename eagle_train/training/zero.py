@@ -22,7 +22,8 @@ from torch import Tensor, nn
 from eagle_train.config import OptimRecipe
 from eagle_train.errors import UserError
 from eagle_train.heads.disk import Head, build_head
-from eagle_train.io import load_tensors, read_json
+from eagle_train.io.tensors import load_tensors
+from eagle_train.io.text import read_json
 from eagle_train.training.checkpoints import TENSORS
 from eagle_train.training.processes import Processes
 from eagle_train.training.step_result import StepResult

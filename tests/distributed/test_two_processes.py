@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from eagle_train.heads.disk import load_head
-from eagle_train.io import load_tensors
+from eagle_train.io.tensors import load_tensors
 from eagle_train.recipe_files import load_recipe
 from eagle_train.training.loop import train
 from eagle_train.training.metrics import read_metrics

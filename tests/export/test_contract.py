@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from eagle_train.export.export import export
-from eagle_train.io import load_tensors
+from eagle_train.io.tensors import load_tensors
 
 _LAYER = {  # 4 heads and 2 key-value heads of 16; {} is the width that q, k and v read
     "self_attn.q_proj.weight": (64, None),

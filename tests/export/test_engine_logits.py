@@ -10,7 +10,7 @@ import torch
 
 from eagle_train.export.export import export
 from eagle_train.heads.foreign import read_any
-from eagle_train.io import load_tensors
+from eagle_train.io.tensors import load_tensors
 
 
 def test_sglang_eagle1_bias_is_zero_and_vllm_form_comes_back_from_it(head_dir, tmp_path):

@@ -13,7 +13,8 @@ from eagle_train.evaluation.heads import open_head
 from eagle_train.export.export import export
 from eagle_train.export.source import Source, find_source
 from eagle_train.heads.disk import load_head
-from eagle_train.io import load_tensors, write_json
+from eagle_train.io.tensors import load_tensors
+from eagle_train.io.text import write_json
 from eagle_train.recipe_files import load_recipe
 from eagle_train.training.loop import train
 

@@ -21,7 +21,7 @@ from eagle_train.export.verify import reference_outputs
 from eagle_train.heads.disk import load_head
 from eagle_train.heads.foreign import ForeignHead
 from eagle_train.heads.foreign_config import Told
-from eagle_train.io import write_json
+from eagle_train.io.text import write_json
 
 
 def _target(folder: Path) -> str:

@@ -13,7 +13,8 @@ from eagle_train.export.export import export
 from eagle_train.export.layout import tensor_faults
 from eagle_train.export.verify import verify
 from eagle_train.heads.disk import load_config, load_head, save_head
-from eagle_train.io import load_tensors, save_tensors, write_json
+from eagle_train.io.tensors import load_tensors, save_tensors
+from eagle_train.io.text import write_json
 
 
 @pytest.mark.parametrize(

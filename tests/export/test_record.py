@@ -16,7 +16,8 @@ from eagle_train.export.export import export
 from eagle_train.export.folder import made_by
 from eagle_train.export.verify import reference_outputs
 from eagle_train.heads.disk import load_head
-from eagle_train.io import sha256_file, write_json
+from eagle_train.io.checksums import sha256_file
+from eagle_train.io.text import write_json
 
 
 def _target(folder: Path, value: dict) -> str:

@@ -12,7 +12,8 @@ from eagle_train.errors import UserError
 from eagle_train.export.export import export
 from eagle_train.export.refusals import refusals
 from eagle_train.heads.disk import build_head, load_config
-from eagle_train.io import load_tensors, write_json
+from eagle_train.io.tensors import load_tensors
+from eagle_train.io.text import write_json
 
 
 def _target(folder: Path, **fields: object) -> str:

@@ -18,7 +18,7 @@ from eagle_train.decoding.shapes import Chain, Dynamic
 from eagle_train.errors import UserError
 from eagle_train.export.export import export
 from eagle_train.heads.disk import load_head
-from eagle_train.io import load_tensors, save_tensors
+from eagle_train.io.tensors import load_tensors, save_tensors
 from eagle_train.shards.frozen_target import FrozenTarget
 from eagle_train.shards.plan import label_positions
 from eagle_train.shards.reader import open_shards

@@ -14,7 +14,7 @@ from eagle_train.errors import UserError
 from eagle_train.heads.disk import load_head, save_head
 from eagle_train.heads.foreign import read_foreign
 from eagle_train.heads.foreign_config import Told
-from eagle_train.io import load_tensors, save_tensors
+from eagle_train.io.tensors import load_tensors, save_tensors
 
 from .foreign_heads import (
     EAGLE1,

@@ -9,7 +9,7 @@ import torch
 
 from eagle_train.errors import UserError
 from eagle_train.heads.disk import load_config, load_head, save_head
-from eagle_train.io import load_tensors, save_tensors
+from eagle_train.io.tensors import load_tensors, save_tensors
 
 from .small import small_frozen, small_head
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from eagle_train.heads.config import HeadConfig
 from eagle_train.heads.disk import Head, build_head
-from eagle_train.io import load_tensors
+from eagle_train.io.tensors import load_tensors
 from eagle_train.shards.batches import PackedBatch
 from eagle_train.shards.frozen_target import FrozenTarget
 

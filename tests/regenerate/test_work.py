@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from eagle_train.errors import UserError
-from eagle_train.io import write_json
+from eagle_train.io.text import write_json
 from eagle_train.regenerate.answers import Answer
 from eagle_train.regenerate.output import finished_report, report_of
 from eagle_train.regenerate.work import folder_of, open_work

@@ -125,7 +125,7 @@ def test_a_worker_waits_for_the_shards_of_others_and_takes_over_from_the_dead(tm
 _WORKER = """
 import os, random, sys, time
 from pathlib import Path
-from eagle_train.io import create_text
+from eagle_train.io.creating import create_text
 from eagle_train.shards.claims import Claims, take_in_turn
 folder, seed, doomed = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3] == "doomed"
 dice = random.Random(seed)

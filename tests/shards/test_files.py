@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from eagle_train.errors import UserError
-from eagle_train.io import load_tensors, save_tensors
+from eagle_train.io.tensors import load_tensors, save_tensors
 from eagle_train.shards.files import open_shard
 from eagle_train.shards.schema import HEADER_KEY
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from eagle_train.errors import UserError
-from eagle_train.io import load_tensors
+from eagle_train.io.tensors import load_tensors
 from eagle_train.shards.frozen_target import FrozenTarget
 
 V, H = 11, 4

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from eagle_train.errors import UserError
-from eagle_train.io import load_tensors, save_tensors, sha256_file
+from eagle_train.io.checksums import sha256_file
+from eagle_train.io.tensors import load_tensors, save_tensors
 from eagle_train.shards import upkeep
 from eagle_train.shards.reader import open_shards
 

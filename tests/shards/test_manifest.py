@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from eagle_train.errors import UserError
-from eagle_train.io import load_tensors, save_tensors
+from eagle_train.io.tensors import load_tensors, save_tensors
 from eagle_train.shards.reader import open_shards
 from eagle_train.shards.schema import LAYER_CONVENTION
 

@@ -28,7 +28,6 @@ _FLAGS = ["--batch-tokens", "256", "--shard-tokens", "512", "--dtype", "fp32", "
 
 _KILLED = """
 import os, signal, sys
-import eagle_train.io as io
 import safetensors.torch as st
 moment, rows, target, out = sys.argv[1:]
 own_save, own_replace = st.save_file, os.replace

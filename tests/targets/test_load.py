@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from eagle_train.data.tokenizer import load_tokenizer
 from eagle_train.errors import UserError
-from eagle_train.io import load_tensors, save_tensors
+from eagle_train.io.tensors import load_tensors, save_tensors
 from eagle_train.targets import checkpoint
 from eagle_train.targets.load import dtype_name, load_target, parse_dtype, pick_device
 

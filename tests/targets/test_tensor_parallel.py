@@ -18,7 +18,7 @@ import torch
 import transformers
 
 from eagle_train.errors import UserError
-from eagle_train.io import load_tensors
+from eagle_train.io.tensors import load_tensors
 from eagle_train.recipe_files import load_recipe
 from eagle_train.shards.listing import read_manifest
 from eagle_train.shards.schema import Plan

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from eagle_train.config import Recipe
-from eagle_train.io import load_tensors
+from eagle_train.io.tensors import load_tensors
 from eagle_train.recipe_files import load_recipe
 from eagle_train.shards.reader import Shards
 

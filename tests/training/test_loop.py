@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from eagle_train.errors import UserError
-from eagle_train.io import load_tensors
+from eagle_train.io.tensors import load_tensors
 from eagle_train.losses.acceptance import AcceptanceCounts
 from eagle_train.shards.reader import Shards, open_shards
 from eagle_train.training import loop, trackers

@@ -12,7 +12,7 @@ import torch
 
 from eagle_cli.main import main
 from eagle_train.errors import UserError
-from eagle_train.io import read_json
+from eagle_train.io.text import read_json
 from eagle_train.recipe_files import load_recipe
 from eagle_train.shards.reader import open_shards
 from eagle_train.targets import online

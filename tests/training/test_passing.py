@@ -18,7 +18,7 @@ import torch
 from eagle_cli import options
 from eagle_cli.main import main
 from eagle_train.errors import UserError
-from eagle_train.io import is_running
+from eagle_train.io.whole_folder import is_running
 from eagle_train.recipe_files import load_recipe
 from eagle_train.shards.codecs import CODECS, decode, encode
 from eagle_train.shards.schema import Plan

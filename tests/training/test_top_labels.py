@@ -12,7 +12,7 @@ import torch
 from eagle_train.config import Recipe
 from eagle_train.errors import UserError
 from eagle_train.evaluation.predict import predict
-from eagle_train.io import load_tensors
+from eagle_train.io.tensors import load_tensors
 from eagle_train.losses.top_labels import TopLabels
 from eagle_train.shards.reader import open_shards
 from eagle_train.targets.extract import extract
