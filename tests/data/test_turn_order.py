@@ -1,4 +1,4 @@
-"""What is dropped, cut and joined, so that a prompt comes first and an answer, or a prompt to answer, last."""
+"""What is dropped, cut and joined until a prompt comes first and an answer, or a prompt to answer, last."""
 
 from __future__ import annotations
 
