@@ -100,6 +100,16 @@ def family_config(family: str, **settings: Any) -> Any:
     return getattr(transformers, name)(**{**SIZES, **own, **settings})
 
 
+def longrope(switch: int) -> Any:
+    """Return the config of a Phi-3 whose angles change past `switch` tokens."""
+    rope = family_config("phi3-long").rope_parameters
+    return family_config(
+        "phi3-long",
+        original_max_position_embeddings=switch,
+        rope_parameters={**rope, "original_max_position_embeddings": switch},
+    )
+
+
 def random_model(config: Any, seed: int = 0) -> Any:
     """Return a model whose weights are large enough that texts vary, norms and biases included."""
     from transformers import AutoModelForCausalLM
