@@ -20,7 +20,8 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from bench_train import Case, Naive, Sizes, best_time, build, measure
+from bench_train import best_time, measure
+from training_case import Case, Naive, Sizes, build
 
 from eagle_train.decoding.drafters import HeadDrafter
 from eagle_train.decoding.loop import Settings, generate, plain

@@ -12,12 +12,14 @@ import pytest
 
 
 @pytest.fixture
-def script() -> Iterator[Callable[[str], ModuleType]]:
-    """Load scripts/NAME.py."""
+def script(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], ModuleType]]:
+    """Load scripts/NAME.py, which finds its neighbours as when it is run."""
     loaded: list[str] = []
+    folder = Path(__file__).parents[2] / "scripts"
+    monkeypatch.syspath_prepend(folder)
 
     def load(name: str) -> ModuleType:
-        file = Path(__file__).parents[2] / "scripts" / f"{name}.py"
+        file = folder / f"{name}.py"
         spec = importlib.util.spec_from_file_location(name, file)
         module = importlib.util.module_from_spec(spec)
         sys.modules[name] = module
