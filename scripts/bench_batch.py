@@ -10,13 +10,12 @@ default.
 
 from __future__ import annotations
 
-import argparse
 import copy
 import json
 import time
 from typing import Any
 
-import torch
+from decoding_case import open_case, options
 
 from eagle_train.decoding.batch import Job, generate_together
 from eagle_train.decoding.drafters import HeadDrafter
@@ -24,11 +23,9 @@ from eagle_train.decoding.loop import Settings
 from eagle_train.decoding.sampling import SeededChance
 from eagle_train.decoding.shapes import Chain, Dynamic, Shape
 from eagle_train.evaluation.heads import open_head
-from eagle_train.evaluation.questions import conversations, read_questions
 from eagle_train.evaluation.report import draft_name
 from eagle_train.heads.disk import Head
-from eagle_train.targets.builtin import small_target
-from eagle_train.targets.load import Target, load_target
+from eagle_train.targets.load import Target
 
 DRAFTS: tuple[Shape | None, ...] = (None, Chain(3), Dynamic(total_tokens=26, top_k=8, depth=3))
 
@@ -58,21 +55,10 @@ def measure(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("head")
-    parser.add_argument("target", nargs="?")
+    parser = options(__doc__, num_questions=8, max_new_tokens=24)
     parser.add_argument("--size", type=int, action="append", default=[])
-    parser.add_argument("--num-questions", type=int, default=8)
-    parser.add_argument("--max-new-tokens", type=int, default=24)
-    parser.add_argument("--dtype", default="fp32")
-    parser.add_argument("--json", action="store_true")
     given = parser.parse_args()
-    torch.set_num_threads(1)
-    target = load_target(given.target or str(small_target()), dtype=given.dtype, device="cpu")
-    questions = read_questions(limit=given.num_questions)
-    prompts = [conversation.ask(0) for _, conversation in conversations(target.tokenizer, questions)]
+    target, prompts = open_case(given)
     settings = Settings(max_new_tokens=given.max_new_tokens, eos_ids=())
     found = measure(open_head(given.head, target), target, prompts, given.size or [1, 4, 8], settings)
     if given.json:

@@ -12,7 +12,6 @@ of processor time on one core; the goal is 1.25 at most. TARGET is the small one
 
 from __future__ import annotations
 
-import argparse
 import json
 import time
 from collections.abc import Callable
@@ -21,6 +20,7 @@ from statistics import median
 from typing import Any
 
 import torch
+from decoding_case import open_case, options
 
 from eagle_train.decoding.drafters import HeadDrafter
 from eagle_train.decoding.law import MOST_AT_ONCE, logits_of_rows
@@ -30,11 +30,9 @@ from eagle_train.decoding.sampling import Chance
 from eagle_train.decoding.shapes import Chain, Dynamic, Shape
 from eagle_train.decoding.trees import Tree
 from eagle_train.evaluation.heads import open_head
-from eagle_train.evaluation.questions import conversations, read_questions
 from eagle_train.evaluation.report import draft_name
 from eagle_train.heads.disk import EagleHead
-from eagle_train.targets.builtin import small_target
-from eagle_train.targets.load import Target, load_target
+from eagle_train.targets.load import Target
 
 GOAL = 1.25
 SHAPES: dict[str, Shape] = {"chain": Chain(3), "dynamic": Dynamic(total_tokens=26, top_k=8, depth=3)}
@@ -138,21 +136,10 @@ def measure(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("head")
-    parser.add_argument("target", nargs="?")
+    parser = options(__doc__, num_questions=4, max_new_tokens=48)
     parser.add_argument("--draft", action="append", choices=list(SHAPES), default=[])
-    parser.add_argument("--dtype", default="fp32")
-    parser.add_argument("--num-questions", type=int, default=4)
-    parser.add_argument("--max-new-tokens", type=int, default=48)
-    parser.add_argument("--json", action="store_true")
     given = parser.parse_args()
-    torch.set_num_threads(1)
-    target = load_target(given.target or str(small_target()), dtype=given.dtype, device="cpu")
-    questions = read_questions(limit=given.num_questions)
-    prompts = [conversation.ask(0) for _, conversation in conversations(target.tokenizer, questions)]
+    target, prompts = open_case(given)
     settings, found = Settings(max_new_tokens=given.max_new_tokens, eos_ids=()), []
     for name in given.draft or SHAPES:
         head = open_head(given.head, target)

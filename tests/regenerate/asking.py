@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,23 @@ def chats(count: int = 20) -> list[dict[str, Any]]:
             ]
         records.append({"id": f"c{i}", "messages": turns})
     return records
+
+
+def asked_again(
+    messages: list[dict[str, Any]], answer: Callable[[list[dict[str, Any]]], dict[str, Any] | None]
+) -> list[dict[str, Any]]:
+    """Answer turn by turn on the new history; where `answer` gives None, end before the unanswered turn."""
+    said: list[dict[str, Any]] = []
+    for message in messages:
+        if message["role"] == "assistant":
+            continue
+        said.append(message)
+        if message["role"] == "user":
+            made = answer(said)
+            if made is None:
+                return said[:-1]
+            said.append(made)
+    return said
 
 
 def write(path: Path, records: list[Any]) -> Path:

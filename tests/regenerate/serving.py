@@ -12,6 +12,7 @@ from eagle_train.regenerate.answers import AnswerSettings
 from eagle_train.regenerate.regenerate import regenerate
 from eagle_train.regenerate.server import Server
 
+from .asking import asked_again
 from .chat_server import reply, token_ids
 
 Start = Callable[..., tuple[str, Path]]
@@ -27,16 +28,10 @@ def make(data: Path, target: Path | str, out: Path, server: Server, **options: A
 def expected(records: list[dict[str, Any]], target: Path | None = None) -> list[dict[str, Any]]:
     """What the server says, turn by turn on the new history, in the order of the input."""
     tokenizer = Tokenizer.from_file(str(target / "tokenizer.json")) if target else None
-    found = []
-    for record in records:
-        messages: list[dict[str, Any]] = []
-        for message in record["messages"]:
-            if message["role"] == "assistant":
-                continue
-            messages.append(message)
-            if message["role"] == "user":
-                text, finished = reply(messages)
-                with_ids = {"answer_ids": token_ids(text, finished, tokenizer)} if tokenizer else {}
-                messages.append({"role": "assistant", "content": text, **with_ids, "finished": finished})
-        found.append({"id": record["id"], "messages": messages})
-    return found
+
+    def answer(messages: list[dict[str, Any]]) -> dict[str, Any]:
+        text, finished = reply(messages)
+        with_ids = {"answer_ids": token_ids(text, finished, tokenizer)} if tokenizer else {}
+        return {"role": "assistant", "content": text, **with_ids, "finished": finished}
+
+    return [{"id": one["id"], "messages": asked_again(one["messages"], answer)} for one in records]

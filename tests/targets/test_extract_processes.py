@@ -22,6 +22,8 @@ from eagle_train.shards.schema import Plan
 from eagle_train.targets import extract as room
 from eagle_train.targets.extract import extract
 
+from .processes import worker_of
+
 _SMALL = {"batch_tokens": 256, "shard_tokens": 512, "dtype": "fp32", "device": "cpu"}
 _SMALLER = {"batch_tokens": 128, "shard_tokens": 128}
 _FLAGS = ["--batch-tokens", "256", "--shard-tokens", "512", "--dtype", "fp32", "--device", "cpu"]
@@ -212,7 +214,7 @@ def test_a_killed_worker_fails_the_command_and_the_next_run_mends_it(
     arguments = [tiny_rows_dir, "--target", tiny_target_dir, "--out", out, "--processes", "2", *_FLAGS]
     command = [sys.executable, "-m", "eagle_cli.main", "extract", *map(str, arguments)]
     parent = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    worker = _a_worker_of(parent.pid)
+    worker = worker_of(parent.pid, b"--worker")
     os.kill(worker, signal.SIGKILL)
     _, errors = parent.communicate(timeout=300)
     assert parent.returncode == 2
@@ -221,25 +223,6 @@ def test_a_killed_worker_fails_the_command_and_the_next_run_mends_it(
     assert _eagle(*arguments).returncode == 0
     left = _bytes(out)
     assert {name: left[name] for name in whole} == whole
-
-
-def _a_worker_of(parent: int) -> int:
-    """Wait for a worker to run below the launcher that `parent` started; return its process id."""
-    deadline = time.monotonic() + 600
-    while time.monotonic() < deadline:
-        for launcher in _children(parent):
-            for worker in _children(launcher):
-                if b"--worker" in Path(f"/proc/{worker}/cmdline").read_bytes():
-                    return worker
-        time.sleep(0.05)
-    raise AssertionError("no worker appeared")
-
-
-def _children(parent: int) -> list[int]:
-    try:
-        return [int(pid) for pid in Path(f"/proc/{parent}/task/{parent}/children").read_text().split()]
-    except OSError:
-        return []
 
 
 @pytest.mark.slow

@@ -28,6 +28,7 @@ from eagle_train.training.loop import train
 
 from . import cut_in_two
 from .cut_in_two import CASES, SETTINGS
+from .processes import worker_of
 from .small import bytes_of, shards_in
 
 
@@ -216,25 +217,6 @@ def test_the_command_starts_its_processes_with_everything_spelt_out(
     assert {"--worker", "--threads", "--device", "--dtype"} <= set(words)
 
 
-def _process_of(parent: int, rank: int) -> int:
-    """Wait for the process of this rank to run below the launcher that `parent` started."""
-    deadline = time.monotonic() + 600
-    while time.monotonic() < deadline:
-        for launcher in _children(parent):
-            for worker in _children(launcher):
-                if f"\0RANK={rank}\0".encode() in Path(f"/proc/{worker}/environ").read_bytes():
-                    return worker
-        time.sleep(0.05)
-    raise AssertionError("no such process appeared")
-
-
-def _children(parent: int) -> list[int]:
-    try:
-        return [int(pid) for pid in Path(f"/proc/{parent}/task/{parent}/children").read_text().split()]
-    except OSError:
-        return []
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_killed_process_ends_the_command_and_the_next_run_has_the_bytes_of_an_uninterrupted_one(
@@ -246,7 +228,7 @@ def test_a_killed_process_ends_the_command_and_the_next_run_has_the_bytes_of_an_
     words += ["--threads", "1", "--tensor-parallel", "2"]
     command = [sys.executable, "-m", "eagle_cli.main", "extract", *words]
     parent = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    worker = _process_of(parent.pid, rank)
+    worker = worker_of(parent.pid, f"\0RANK={rank}\0".encode(), where="environ")
     while not (out / "shard-00001.safetensors").exists():
         assert parent.poll() is None, parent.stderr.read() if parent.stderr else ""
         time.sleep(0.01)
