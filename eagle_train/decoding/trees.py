@@ -1,14 +1,13 @@
 """Trees of guesses: the record that verification reads, and the two ways to choose their shape.
 
-A shape is grown through one function, `expand`, that runs the head on a few rows and returns their logits,
-so nothing here knows what a head is. The `growing_` functions yield what they would call it with instead, so
-that the trees of several texts grow in step.
+A shape grows by yielding a few rows for the head to run on, and is sent their logits: so nothing here knows
+what a head is, and the trees of several texts can grow in step.
 """
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -16,17 +15,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from eagle_train.decoding.asking import answered
 from eagle_train.errors import UserError
 
-Expand = Callable[[Tensor, Tensor], Tensor]
-"""expand(draft ids [k], parent slots [k]) -> logits [k, D].
+Rows = tuple[Tensor, Tensor]
+"""What a growing tree yields: draft ids [k] and parent slots [k]. It is sent their logits [k, D].
 
-Slot 0 is the last verified row, which guesses the root's children. Each call appends k rows, which take the
+Slot 0 is the last verified row, which guesses the root's children. Each asking appends k rows, which take the
 next free slots in order; a row reads its own token and continues the row in its parent's slot.
 """
-Rows = tuple[Tensor, Tensor]
-"""What `expand` is called with."""
 
 
 @dataclass(frozen=True)
@@ -168,19 +164,14 @@ EAGLE1_PATHS: tuple[tuple[int, ...], ...] = (
 )
 
 
-def grow_static(logits: Tensor, expand: Expand, shape: StaticShape) -> tuple[Tensor, tuple[int, ...]]:
+def growing_static(
+    logits: Tensor, shape: StaticShape
+) -> Generator[Rows, Tensor, tuple[Tensor, tuple[int, ...]]]:
     """Fill a fixed shape with the best-ranked tokens. `logits` [D] are those of the last verified row.
 
     Returns the draft ids of nodes 1.. (int64 [n-1]) and all parents. A draft vocabulary with fewer tokens
     than the highest rank is refused.
     """
-    return answered(growing_static(logits, shape), lambda rows: expand(*rows))
-
-
-def growing_static(
-    logits: Tensor, shape: StaticShape
-) -> Generator[Rows, Tensor, tuple[Tensor, tuple[int, ...]]]:
-    """`grow_static`, yielding the rows to expand."""
     needed = max(shape.ranks) + 1
     if needed > logits.shape[-1]:
         raise UserError(
@@ -199,9 +190,9 @@ def growing_static(
     return torch.cat(tokens), shape.parents
 
 
-def grow_dynamic(
-    logits: Tensor, expand: Expand, *, total_tokens: int, top_k: int, depth: int
-) -> tuple[Tensor, tuple[int, ...], Tensor]:
+def growing_dynamic(
+    logits: Tensor, *, total_tokens: int, top_k: int, depth: int
+) -> Generator[Rows, Tensor, tuple[Tensor, tuple[int, ...], Tensor]]:
     """Grow EAGLE-2's tree: the nodes of highest cumulative log-probability under the head.
 
     At each of `depth` levels the `top_k` best nodes get `top_k` children each (at most D); of all nodes found
@@ -212,14 +203,6 @@ def grow_dynamic(
     A child never scores above its parent and is found after it, so a stable sort keeps parents first even in
     ties; and once no frontier node beats the worst kept node, nothing below can enter, so growing stops.
     """
-    growing = growing_dynamic(logits, total_tokens=total_tokens, top_k=top_k, depth=depth)
-    return answered(growing, lambda rows: expand(*rows))
-
-
-def growing_dynamic(
-    logits: Tensor, *, total_tokens: int, top_k: int, depth: int
-) -> Generator[Rows, Tensor, tuple[Tensor, tuple[int, ...], Tensor]]:
-    """`grow_dynamic`, yielding the rows to expand."""
     keep = total_tokens - 1
     width = min(top_k, logits.shape[-1])  # children of a node
     beam_scores, beam_ids = logits.float().log_softmax(-1).topk(width)  # (k,)

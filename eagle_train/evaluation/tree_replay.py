@@ -134,7 +134,7 @@ def _path(tokens: list[int], parents: tuple[int, ...], text: list[int]) -> list[
 def _ranks(path: list[int], level: Tensor, scores: Tensor, depth: int) -> Tensor:
     """Return [D, D]: the rank of the path's nodes among the nodes of the first d levels, NEVER beyond it.
 
-    Of equal scores the node found first is kept, as `grow_dynamic` keeps it.
+    Of equal scores the node found first is kept, as `growing_dynamic` keeps it.
     """
     nodes, order = torch.tensor(path), torch.arange(len(scores))
     better = scores > scores[nodes, None]

@@ -110,12 +110,6 @@ _CORPUS = [
 
 
 @pytest.fixture(scope="session")
-def templates() -> dict[str, str]:
-    """Template texts by name."""
-    return _TEXTS
-
-
-@pytest.fixture(scope="session")
 def byte_level() -> Callable[[str | None], Any]:
     """Make a byte-level BPE tokenizer (GPT-2, Llama-3, Qwen) with the named template, or with none."""
     return lambda name=None: _byte_level(_TEXTS[name] if name else None, swallowing=name == "phi")

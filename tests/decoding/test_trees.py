@@ -7,7 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from eagle_train.decoding.trees import EAGLE1_PATHS, StaticShape, Tree, grow_dynamic, grow_static
+from eagle_train.decoding.asking import answered
+from eagle_train.decoding.trees import EAGLE1_PATHS, StaticShape, Tree, growing_dynamic, growing_static
 from eagle_train.errors import UserError
 
 
@@ -34,6 +35,14 @@ class TableHead:
             assert slot < earlier
             self.paths.append((*self.paths[slot], token))
         return torch.stack([self.logits(path) for path in self.paths[earlier:]])
+
+
+def grow_dynamic(logits, expand, **sizes):
+    return answered(growing_dynamic(logits, **sizes), lambda rows: expand(*rows))
+
+
+def grow_static(logits, expand, shape):
+    return answered(growing_static(logits, shape), lambda rows: expand(*rows))
 
 
 def paths_of(tokens: torch.Tensor, parents: tuple[int, ...]) -> list[tuple[int, ...]]:

@@ -10,11 +10,12 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from eagle_train.decoding.asking import answered
 from eagle_train.decoding.drafters import HeadDrafter
 from eagle_train.decoding.reader import Rows
 from eagle_train.decoding.sampling import SeededChance
 from eagle_train.decoding.shapes import Dynamic, Static
-from eagle_train.decoding.trees import EAGLE1_PATHS, StaticShape, Tree, grow_dynamic
+from eagle_train.decoding.trees import EAGLE1_PATHS, StaticShape, Tree, growing_dynamic
 from eagle_train.decoding.verify import verify_greedy
 from eagle_train.heads.config import HeadConfig
 from eagle_train.heads.disk import build_head
@@ -119,7 +120,8 @@ def test_dynamic_tree_scores(name, kind, prefix):
     case.observe(0, "input.input_ids", "input.hidden_states")
     drafter = case.drafter
     first = drafter.head.logits(drafter._outs[0], drafter.frozen)
-    _, _, scores = grow_dynamic(first, drafter.expand, total_tokens=16, top_k=4, depth=5)
+    growing = growing_dynamic(first, total_tokens=16, top_k=4, depth=5)
+    _, _, scores = answered(growing, lambda rows: drafter.expand(*rows))
     torch.testing.assert_close(scores, case.tensors[f"{prefix}.node_scores"], atol=1e-4, rtol=0)
 
 
