@@ -1,40 +1,24 @@
-"""Where conversations come from: files, folders, globs, hub datasets; read one record at a time."""
+"""Where conversations come from: files, folders, globs, hub datasets, each with its weight."""
 
 from __future__ import annotations
 
 import glob
-import gzip
-import json
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from io import BufferedReader
 from pathlib import Path
-from typing import Any, BinaryIO, cast
+from typing import Any
 
 from eagle_train import hub
 from eagle_train.data.conversations import RECORD_FIELDS
-from eagle_train.data.json_stream import Damaged, read_lines, read_values
+from eagle_train.data.entries import LINE_FORMS, Entry, dataset_entries, json_entries, parquet_entries
 from eagle_train.errors import UserError
 from eagle_train.io.checksums import sha256_file
 from eagle_train.io.paths import os_error
 from eagle_train.io.text import read_json
 
-LINE_FORMS = (".jsonl", ".ndjson", ".jsonl.gz", ".ndjson.gz")
 FILE_FORMS = (*LINE_FORMS, ".json", ".json.gz", ".parquet")
-_WRAPPERS = ("data", "train", "rows", "records", "examples")
 _LARGEST_WEIGHT = 100
-
-
-@dataclass(frozen=True)
-class Entry:
-    """Record `number` (from 1) of a source, starting at `line`; a `Damaged` value where it cannot be
-    read. `read` is how much of `Source.size` had been read by then."""
-
-    number: int
-    line: int
-    value: Any
-    read: int
 
 
 @dataclass(frozen=True)
@@ -54,22 +38,17 @@ class Source:
     def entries(self) -> Iterator[Entry]:
         """Yield every record in order. Raises UserError when the source cannot be opened."""
         if self._dataset is not None:
-            yield from _dataset_entries(self)
+            yield from dataset_entries(self._dataset)
         elif self.name.lower().endswith(".parquet"):
-            yield from _parquet_entries(self)
+            yield from parquet_entries(self.path, self.size)
         else:
-            yield from _json_entries(self)
+            yield from json_entries(self.path)
 
     @property
     def path(self) -> Path:
         """The file; only file sources have one."""
         assert self._path is not None
         return self._path
-
-    @property
-    def dataset(self) -> Any:
-        """The loaded dataset, None for files."""
-        return self._dataset
 
     def place(self, entry: Entry) -> str:
         """Return where `entry` stands, for a message: file, line and record."""
@@ -213,85 +192,3 @@ def _from_dataset(name: str, dataset: Any) -> Source:
     dataset = dataset.select_columns(known)
     identity = {"name": name, "fingerprint": dataset._fingerprint}
     return Source(name, max(dataset.num_rows, 1) * 1000, identity, _dataset=dataset)
-
-
-def _dataset_entries(source: Source) -> Iterator[Entry]:
-    number = 0
-    for batch in source.dataset.with_format("arrow").iter(256):
-        for record in batch.to_pylist():
-            number += 1
-            yield Entry(number, number, record, number * 1000)
-
-
-def _parquet_entries(source: Source) -> Iterator[Entry]:
-    import pyarrow
-    import pyarrow.parquet
-
-    number = 0
-    try:
-        with pyarrow.parquet.ParquetFile(source.path) as file:
-            known = [name for name in file.schema_arrow.names if name in RECORD_FIELDS]
-            rows = max(file.metadata.num_rows, 1)
-            for batch in file.iter_batches(256, columns=known):
-                for record in batch.to_pylist():
-                    number += 1
-                    yield Entry(number, number, record, source.size * number // rows)
-    except (pyarrow.ArrowException, OSError) as error:
-        reason = str(error).strip().splitlines()[0]
-        damage = Damaged(f"cannot be read further ({reason})")
-        yield Entry(number + 1, number + 1, damage, source.size)
-
-
-def _json_entries(source: Source) -> Iterator[Entry]:
-    number = 0
-    try:
-        with open(source.path, "rb") as raw:
-            zipped = source.name.lower().endswith(".gz")
-            # A gzip reader is a buffered binary reader in all but its declared type.
-            handle = cast(BufferedReader, gzip.GzipFile(fileobj=raw)) if zipped else raw
-            by_line = source.name.lower().endswith(LINE_FORMS) and not _opens_an_array(handle)
-            handle.seek(0)
-            for line, value in read_lines(handle) if by_line else read_values(handle):
-                for item in _unwrapped(value):
-                    number += 1
-                    yield Entry(number, line, item, _position(raw))
-    except OSError as error:
-        raise os_error(source.path, error) from error
-
-
-def _position(raw: BinaryIO) -> int:
-    return os.lseek(raw.fileno(), 0, os.SEEK_CUR)  # tell() is refused while lines are iterated
-
-
-def _opens_an_array(handle: BufferedReader) -> bool:
-    """True when a file called JSON lines is one array over many lines."""
-    try:
-        first = handle.readline().decode("utf-8", "replace").strip(" \t\r\n\ufeff")
-    except (EOFError, OSError):
-        return False
-    if not first.startswith("["):
-        return False
-    try:
-        json.loads(first)
-    except (ValueError, RecursionError):
-        return first in ("[", "[{")
-    return False
-
-
-def _unwrapped(value: Any) -> list[Any]:
-    """Open what holds several records: ``{"data": [...]}``, or a line that is an array of records."""
-    own = (name for name in RECORD_FIELDS if name != "category")  # which may stand over several records
-    if isinstance(value, dict) and not any(name in value for name in own):
-        inner = next((value[name] for name in _WRAPPERS if isinstance(value.get(name), list)), None)
-        return [value] if inner is None else inner
-    if (
-        isinstance(value, list)
-        and value
-        and all(isinstance(item, dict) and not _is_turn(item) for item in value)
-    ):
-        return value
-    return [value]
-
-
-def _is_turn(item: dict[str, Any]) -> bool:
-    return "role" in item or "from" in item
