@@ -48,14 +48,16 @@ def run(
     print(
         f"row {row} of {len(opened)}: {described['row_id']}, from {described['source']}, "
         f"{counted(len(described['input_ids']), 'token')}, answers at {described['spans']}"
-        + (f", category {described['category']}\n" if described.get("category") else "\n")
+        + (f", category {described['category']}" if described.get("category") else "")
     )
     if sys.stdout.isatty():
+        print("bold green: supervised, the answers with their end-of-turn token; dim: read only\n")
         print_coloured(described["segments"])
     else:
+        print("between ⟦ and ⟧: supervised, the answers with their end-of-turn token; all else is read only\n")
         print(bracketed(described["segments"]))
     if tokens:
-        print()
+        print("\nplace, id, + if supervised, text")
         for place, (number, text, bit) in enumerate(
             zip(described["input_ids"], described["token_texts"], described["loss_mask"], strict=True)
         ):

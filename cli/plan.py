@@ -83,7 +83,8 @@ def _lines(found: dict[str, Any]) -> list[str]:
         f"{counted(found['rows'], 'row')}, {counted(found['tokens'], 'token')}, {found['labels']:,} "
         f"supervised: "
         f"{counted(found['shards'], 'shard')}",
-        f"disk by codec: {sizes}",
+        f"disk by codec: {sizes}; {bytes_text(found['target_bytes'])} of each is the target's embedding and "
+        "lm_head",
         f"memory of a device, activations left out: extraction {bytes_text(memory['target'])} "
         f"(target in {found['dtype']}{packed}); training {bytes_text(memory['training'])} "
         f"(head of {parameters_text(memory['head_parameters'])})",

@@ -44,7 +44,7 @@ def estimate(
     trust_remote_code: bool = False,
     show: bool = True,
 ) -> dict[str, Any]:
-    """Return tokens, shards, ``bytes`` by codec, ``memory`` and ``hours`` for extraction and training.
+    """Return tokens, shards, ``bytes`` by codec (``target_bytes`` in each), ``memory`` and ``hours`` for extraction and training.
 
     `seconds` of each are tried out; 0 leaves the hours out and loads no weights. ``hours`` are by the clock,
     as busy as the machine is now, with evaluations, checkpoints and what comes before and after
@@ -73,6 +73,7 @@ def estimate(
         "features": kind,
         "layer_ids": list(setting.layer_ids),
         "bytes": {name: work.directory_size(name) for name in CODECS},
+        "target_bytes": work.target_bytes,
         "memory": _memory(work, recipe),
         "workers": workers,
         "device": setting.device,

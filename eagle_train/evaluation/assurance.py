@@ -45,7 +45,7 @@ def verify_head(
     for dtype in dtypes:
         model = load_target(target, dtype=dtype, trust_remote_code=settings.get("trust_remote_code", False))
         shapes = list(drafts or [Chain(3), usual_shape(open_head(head, model))])
-        report = evaluate(head, model, some, shapes, methods=methods, **settings)
+        report = evaluate(head, model, some, shapes, methods=methods, command="verify", **settings)
         own = report["processors"]
         for result in report["results"]:
             found = [{**one, "explained": explained(one, dtype)} for one in result["differences"]]

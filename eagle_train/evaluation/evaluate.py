@@ -47,6 +47,7 @@ def evaluate(
     batch: int = 1,
     processors: bool = True,
     show: bool = True,
+    command: str = "eval",
 ) -> dict[str, Any]:
     """Answer every question with plain decoding, with the head under each of `drafts`, and by `methods`.
 
@@ -57,7 +58,7 @@ def evaluate(
     means the usual tree of a head's kind. `block` accepts chains of samples as a whole. `batch` prompts are
     decoded at once, by every method, plain decoding included; tokens per second are then the whole batch's,
     and ``batch`` says how many were together at most. `processors` applies those that the target's
-    generation_config sets, to every method and to plain decoding.
+    generation_config sets, to every method and to plain decoding. `command` is who shows its progress.
 
     Returns what was run, ``plain``, and under ``results`` one dict per way; a single one's figures stand at
     the top level as well. ``lossless`` says whether all ids equal plain decoding's (greedy; None when
@@ -80,8 +81,8 @@ def evaluate(
     _check_lengths(target, questions, max_new_tokens, chat_template)
     turns = Turns(target, questions, max_turns, max_new_tokens, chat_template)
     if show:
-        print(_ahead(turns.total, len(entries), max_new_tokens), file=sys.stderr)
-    with progress("eval", turns.total, "prompts", show) as bar:
+        print(f"{command}: {_ahead(turns.total, len(entries), max_new_tokens)}", file=sys.stderr)
+    with progress(command, turns.total, "prompts", show) as bar:
         run = Comparison(target, entries, settings, bar)
         together = 1
         for group in turns.groups(batch):
@@ -124,7 +125,7 @@ def _ahead(prompts: int, ways: int, max_new_tokens: int) -> str:
     """Say how much is about to be decoded."""
     most = counted(prompts * (1 + ways) * max_new_tokens, "token")
     return (
-        f"eval: {counted(prompts, 'prompt')} by plain decoding and {counted(ways, 'other way')}, up to "
+        f"{counted(prompts, 'prompt')} by plain decoding and {counted(ways, 'other way')}, up to "
         f"{counted(max_new_tokens, 'token')} each: at most {most}"
     )
 

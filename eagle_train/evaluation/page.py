@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from eagle_train.evaluation.report import draft_name, predicted_lines
+from eagle_train.evaluation.report import predicted_lines, short_sources, way_name
 from eagle_train.evaluation.tables import cells, set_name
 from eagle_train.page import as_html, as_text, check_matplotlib, figure, plot
 from eagle_train.progress import counted
@@ -29,7 +29,8 @@ def as_page(reports: Sequence[dict[str, Any]]) -> str:
         name = f"{set_name(report)} {report['temperature']}"
         parts.append(f"<h2>{as_text(set_name(report))}, temperature {report['temperature']:g}</h2>")
         parts += [plot(caption, draw, report, f"{caption} {name}") for _, caption, draw in _PLOTS]
-        parts += [_drawn_round(result) for result in report["results"] if result.get("a_round")]
+        drawn = zip(_names(report), report["results"], strict=True)
+        parts += [_drawn_round(name, result["a_round"]) for name, result in drawn if result.get("a_round")]
     return as_html(TITLE, parts)
 
 
@@ -54,8 +55,10 @@ def _word(token: str) -> str:
     )
 
 
-def _name(result: dict[str, Any]) -> str:
-    return f"{result['method']}, {draft_name(result['tree'])}"
+def _names(report: dict[str, Any]) -> list[str]:
+    """Return the name of every way of decoding, told apart from the others."""
+    sources = short_sources(report["results"])
+    return [way_name(result, sources) for result in report["results"]]
 
 
 def _table(reports: Sequence[dict[str, Any]]) -> str:
@@ -69,25 +72,25 @@ def _table(reports: Sequence[dict[str, Any]]) -> str:
 
 
 def _by_position(axes: Any, report: dict[str, Any]) -> None:
-    for result in report["results"]:
+    for name, result in zip(_names(report), report["results"], strict=True):
         shares = result["accepted_by_position"]
-        axes.plot(range(1, len(shares) + 1), shares, marker="o", label=_name(result))
+        axes.plot(range(1, len(shares) + 1), shares, marker="o", label=name)
     axes.set(xlabel="guess", ylabel="share of rounds", ylim=(0, 1))
     axes.xaxis.get_major_locator().set_params(integer=True)
 
 
 def _histogram(axes: Any, report: dict[str, Any]) -> None:
     width = 0.8 / max(1, len(report["results"]))
-    for number, result in enumerate(report["results"]):
+    for number, (name, result) in enumerate(zip(_names(report), report["results"], strict=True)):
         counts = result["accepted_histogram"]
         places = [k + width * number for k in range(len(counts))]
-        axes.bar(places, counts, width=width, label=_name(result))
+        axes.bar(places, counts, width=width, label=name)
     axes.set(xlabel="accepted guesses", ylabel="rounds")
     axes.xaxis.get_major_locator().set_params(integer=True)
 
 
 def _speed(axes: Any, report: dict[str, Any]) -> None:
-    names = ["plain", *(_name(result) for result in report["results"])]
+    names = ["plain", *_names(report)]
     rates = [report["plain"]["tokens_per_second"], *(r["tokens_per_second"] for r in report["results"])]
     axes.barh(names[::-1], rates[::-1])
     axes.set(xlabel="tokens per second")
@@ -95,9 +98,9 @@ def _speed(axes: Any, report: dict[str, Any]) -> None:
 
 def _classes(key: str, label: str, line: str = "-") -> Callable[[Any, dict[str, Any]], None]:
     def draw(axes: Any, report: dict[str, Any]) -> None:
-        for result in report["results"]:
+        for name, result in zip(_names(report), report["results"], strict=True):
             if taus := result[key]:
-                axes.plot(list(taus), list(taus.values()), marker="o", linestyle=line, label=_name(result))
+                axes.plot(list(taus), list(taus.values()), marker="o", linestyle=line, label=name)
         axes.set(xlabel=label, ylabel="tau")
         axes.tick_params(axis="x", labelsize=8)
 
@@ -130,9 +133,8 @@ _PLOTS = (  # each behind the figure that it needs
 )
 
 
-def _drawn_round(result: dict[str, Any]) -> str:
+def _drawn_round(name: str, drawn: dict[str, Any]) -> str:
     """Draw the tree of one round: a column for each depth, the nodes that stood in colour."""
-    drawn = result["a_round"]
     parents, words, kept = drawn["parents"], drawn["words"], {0, *drawn["accepted"]}
     depth, line, used = [0] * len(parents), [0.0] * len(parents), 0
     children: dict[int, list[int]] = {}
@@ -158,7 +160,7 @@ def _drawn_round(result: dict[str, Any]) -> str:
     width, height = 150 + 130 * max(depth), 30 + 22 * max(1, used)
     size = f'width="{width}" height="{height}" viewBox="0 0 {width} {height}"'
     size += ' style="max-width:none"'  # a wide tree scrolls: its words stay as large as the page's
-    caption = f"{_name(result)}: the tree of one round; in green what stood."
+    caption = f"{name}: the tree of one round; in green what stood."
     svg = f'<svg xmlns="http://www.w3.org/2000/svg" {size}>{"".join(marks)}</svg>'
     return figure(svg, caption)
 

@@ -184,7 +184,7 @@ def _figures(
     by_law = isinstance(shape, Chain) and (shape.stop > 0 or samples)
     layers, impossible = int(shards.info["num_layers"]), []  # type: int, list[tuple[int, int]]
     drafter = drafter_of_tables(head, frozen, layers) if isinstance(shape, Dynamic) else None
-    with progress("predict", sum(int(shards.lengths[row]) for row in rows), "tokens", show) as bar:
+    with progress("eval --predict", sum(int(shards.lengths[row]) for row in rows), "tokens", show) as bar:
         for numbers, batch in loader.numbered(rows):
             batch, categories = batch.to(device), [shards.categories[row] for row in numbers]
             if isinstance(shape, Chain) and by_law:

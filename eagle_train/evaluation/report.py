@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from eagle_train.progress import counted
@@ -35,6 +37,26 @@ def draft_name(tree: dict[str, Any]) -> str:
     return f"{tree['draft']} tree of {tree['nodes']} nodes ({beams}depth {tree['depth']})"
 
 
+def way_name(result: dict[str, Any], sources: dict[str, str] | None = None) -> str:
+    """Name a way of decoding: its method, as ``--method`` takes it, and its draft's shape.
+
+    `sources` are other names for the sources, such as those of `short_sources`.
+    """
+    source = result.get("source")
+    named = f"={(sources or {}).get(source, source)}" if source else ""
+    return f"{result['method']}{named}, {draft_name(result['tree'])}"
+
+
+def short_sources(results: Sequence[dict[str, Any]]) -> dict[str, str]:
+    """Return a name for every source: as many of its last folders as tell them all apart."""
+    sources = sorted({str(result["source"]) for result in results if result.get("source")})
+    for depth in range(1, 1 + max((len(Path(source).parts) for source in sources), default=0)):
+        tails = ["/".join(Path(source).parts[-depth:]) for source in sources]
+        if len(set(tails)) == len(sources):
+            return dict(zip(sources, tails, strict=True))
+    return {source: source for source in sources}
+
+
 def own_names(report: dict[str, Any]) -> str:
     """Name the target's own processors of logits that were applied, if there are any."""
     return f", the target's own {', '.join(report['processors'])}" if report.get("processors") else ""
@@ -65,9 +87,8 @@ def lines(report: dict[str, Any]) -> list[str]:
 
 
 def _result_lines(result: dict[str, Any]) -> list[str]:
-    source = f" {result['source']}" if result["source"] else ""
     found = [
-        f"{result['method']}{source}, {draft_name(result['tree'])}",
+        way_name(result),
         f"  acceptance length (tau)   {result['tau']:.3f}   ({counted(result['tokens'], 'token')} in "
         f"{counted(result['rounds'], 'round')}; as vLLM counts: {result['vllm_acceptance_length']:.3f}, "
         f"as SGLang: {result['sglang_acceptance_length']:.3f})",

@@ -51,7 +51,7 @@ def compare_with_server(
     drafter: Drafter | None = None
     sides: list[tuple[Counters, Counters]] = []
     differences, tokens = [], [0, 0]
-    with progress("against server", len(questions), "prompts", show) as bar:
+    with progress("eval --against-server", len(questions), "prompts", show) as bar:
         for question, conversation in conversations(target.tokenizer, list(questions), chat_template):
             prompt = conversation.ask(0)
             theirs, served = engine.ask(prompt, max_new_tokens, target.eos_ids)

@@ -7,7 +7,7 @@ import io
 from collections.abc import Sequence
 from typing import Any
 
-from eagle_train.evaluation.report import draft_name
+from eagle_train.evaluation.report import draft_name, short_sources, way_name
 
 _NAMES = "set temperature method source draft lossless tau rounds tokens round_cost"
 _RATES = "tokens_per_second plain_tokens_per_second speedup speedup_with_prefill"
@@ -64,17 +64,10 @@ def as_lines(reports: Sequence[dict[str, Any]]) -> list[str]:
 def cells(reports: Sequence[dict[str, Any]]) -> tuple[list[str], dict[str, list[str]]]:
     """Return the columns' names and, by way of decoding, ``tau, speed-up`` in each column."""
     heads = [f"{set_name(report)}, T={report['temperature']:g}" for report in reports]
-    table: dict[str, list[str]] = {}
+    sources = short_sources([result for report in reports for result in report["results"]])
+    table: dict[str, list[str]] = {"plain": ["1.00, 1.00x"] * len(reports)}
     for column, report in enumerate(reports):
-        for row in rows([report]):
-            name = row["method"] if row["method"] == "plain" else f"{row['method']}, {row['draft']}"
-            name += f" ({row['source']})" if _ambiguous(row, reports) else ""
-            values = table.setdefault(name, ["-"] * len(reports))
-            values[column] = f"{row['tau']:.2f}, {row['speedup']:.2f}x"
+        for result in report["results"]:
+            values = table.setdefault(way_name(result, sources), ["-"] * len(reports))
+            values[column] = f"{result['tau']:.2f}, {result['speedup']:.2f}x"
     return heads, table
-
-
-def _ambiguous(row: dict[str, Any], reports: Sequence[dict[str, Any]]) -> bool:
-    """True where two sources share a method's name."""
-    sources = {r["source"] for report in reports for r in report["results"] if r["method"] == row["method"]}
-    return len(sources) > 1

@@ -120,6 +120,7 @@ def tune(
         seed=seed,
         processors=processors,
         show=show,
+        command="tune",
     )
     if out is not None:
         write_shape(out, best.shape)

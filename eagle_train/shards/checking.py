@@ -90,7 +90,7 @@ def shard_faults(folder: Path, expected: Expected, show: bool) -> dict[str, str]
     """Read every byte of the shards; return, by file name, what is wrong."""
     faults = {}
     with (
-        progress("verify", len(expected), "shards", show) as bar,
+        progress("shards verify", len(expected), "shards", show) as bar,
         ThreadPoolExecutor(num_cores()) as readers,
     ):
         found = readers.map(lambda one: _fault(folder, *one), expected.items())

@@ -14,6 +14,7 @@ from eagle_cli.main import main
 from eagle_train import trial
 from eagle_train.config import Recipe
 from eagle_train.estimate import _training, estimate
+from eagle_train.progress import bytes_text
 from eagle_train.recipe_files import load_recipe
 from eagle_train.targets.extract import extract
 from eagle_train.targets.survey import survey
@@ -176,6 +177,9 @@ def test_it_prints_what_it_found_and_the_next_command(
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "24 rows, 3,371 tokens, 1,441 supervised: 1 shard"
     assert lines[1].startswith("disk by codec: bf16 ")
+    target_bytes = json.loads(lines[-1])["target_bytes"]
+    assert 0 < target_bytes - 300 * 32 * 4 < 4000  # the config
+    assert lines[1].endswith(f"; {bytes_text(target_bytes)} of each is the target's embedding and lm_head")
     extract_it = f"next: eagle extract {tiny_rows_dir} --target {tiny_target_dir} --for eagle3"
     assert lines[-2] == f"{extract_it} --layers 2,4,5 --codec bf16 --out shards/"
     assert json.loads(lines[-1])["tokens"] == 3371

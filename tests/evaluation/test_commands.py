@@ -100,7 +100,8 @@ def test_a_difference_in_fp32_is_exit_1_with_a_clear_line(head_dir, tiny_target_
 
 def test_predicting_needs_no_target_for_shards(head_dir, tiny_shards_dir, capsys):
     assert eagle("eval", head_dir, "--predict", tiny_shards_dir, "--gamma", 2) == 0
-    out = capsys.readouterr().out
+    out, told = capsys.readouterr()
+    assert told.splitlines()[-1].startswith("eval --predict: ")
     assert "predicted without decoding" in out
     assert out.splitlines()[-1].startswith(f"next: eagle eval {head_dir} --target ")
     assert eagle("eval", head_dir, "--predict", tiny_shards_dir, "--json") == 0

@@ -25,6 +25,7 @@ from eagle_train.evaluation.hub_questions import SETS
 from eagle_train.evaluation.methods import Method, Sizes, entries_of
 from eagle_train.evaluation.page import as_page
 from eagle_train.evaluation.questions import Question, read_questions
+from eagle_train.evaluation.report import lines, short_sources
 from eagle_train.evaluation.tables import as_csv, as_lines
 from eagle_train.evaluation.turns import Asked
 from eagle_train.heads.config import HeadConfig
@@ -131,16 +132,39 @@ def test_acceptance_is_told_by_place_and_by_the_length_of_the_text(reports):
 
 
 def test_the_table_holds_every_method_under_every_temperature(reports):
-    lines = as_lines(reports)
-    assert lines[0].split("  ")[-1].strip() == "made up, T=1"
-    assert len(lines) == 2 + 6
-    assert lines[1].startswith("plain ")
-    for line, result in zip(lines[2:], reports[0]["results"], strict=True):
+    shown = as_lines(reports)
+    assert shown[0].split("  ")[-1].strip() == "made up, T=1"
+    assert len(shown) == 2 + 6
+    assert shown[1].startswith("plain ")
+    for line, result in zip(shown[2:], reports[0]["results"], strict=True):
         assert f"{result['tau']:.2f}, {result['speedup']:.2f}x" in line
     table = list(csv.DictReader(io.StringIO(as_csv(reports))))
     assert len(table) == 2 * (1 + 6)
     assert [row["method"] for row in table[:3]] == ["plain", "prompt-lookup", "lookahead"]
     assert float(table[1]["tau"]) == reports[0]["results"][0]["tau"]
+
+
+def test_two_ways_by_one_method_are_told_apart_by_what_they_read(target):
+    methods = [Method.parse(f"draft-model=first:{number}") for number in (1, 2)]
+    made = evaluate(
+        None, target, QUESTIONS[:1], methods=methods, sizes=Sizes(gamma=2), max_new_tokens=4, show=False
+    )
+    text, table, page = "\n".join(lines(made)), as_lines([made]), as_page([made])
+    for number in (1, 2):
+        name = f"draft-model=first:{number}, chain of 2"
+        assert f"\n{name}\n  acceptance length" in text
+        assert table[1 + number].startswith(f"{name}  ")
+        assert page.count(f">{name}<") >= 4  # in the table and in the plots
+        assert f"{name}: the tree of one round" in page
+    assert [row["source"] for row in csv.DictReader(io.StringIO(as_csv([made])))] == ["", "first:1", "first:2"]
+
+
+def test_a_source_is_shortened_as_far_as_it_stays_itself():
+    sources = ["/a/one/head", "/a/two/head", "/a/two/head", "first:3", None]
+    named = short_sources([{"source": source} for source in sources])
+    assert named == {"/a/one/head": "one/head", "/a/two/head": "two/head", "first:3": "first:3"}
+    assert short_sources([{"source": "run"}, {"source": "run/"}]) == {"run": "run", "run/": "run/"}
+    assert short_sources([{"source": None}]) == {}
 
 
 def test_the_page_stands_alone_and_its_plots_and_trees_are_drawn(reports):

@@ -34,7 +34,10 @@ def test_equal_answers_pass_in_both_dtypes(head_dir, tiny_target_dir, capsys):
     assert report["checks"][0]["differences"] == []
     assert report["unexplained"] == []
     assert verify(head_dir, tiny_target_dir, "--dtype", "fp32", "--draft", "chain") == 0
-    out = capsys.readouterr().out
+    out, told = capsys.readouterr()
+    assert told.startswith("verify: 2 prompts by plain decoding and 1 other way, up to 10 tokens each: ")
+    assert "\nverify: 2 prompts in 0:0" in told
+    assert "eval: " not in told
     assert "fp32, eagle3, chain of 3" in out
     assert "2 of 2 answers equal" in out
     assert out.splitlines()[-1] == f"next: eagle tune {head_dir} --target {tiny_target_dir}"
