@@ -54,7 +54,7 @@ def run(
         print("bold green: supervised, the answers with their end-of-turn token; dim: read only\n")
         print_coloured(described["segments"])
     else:
-        print("between ⟦ and ⟧: supervised, the answers with their end-of-turn token; all else is read only\n")
+        print("between ⟦ and ⟧: supervised, the answers with their end-of-turn token; all else: read only\n")
         print(bracketed(described["segments"]))
     if tokens:
         print("\nplace, id, + if supervised, text")

@@ -44,7 +44,9 @@ def estimate(
     trust_remote_code: bool = False,
     show: bool = True,
 ) -> dict[str, Any]:
-    """Return tokens, shards, ``bytes`` by codec (``target_bytes`` in each), ``memory`` and ``hours`` for extraction and training.
+    """Return tokens, shards, ``bytes`` by codec, ``memory`` and ``hours`` for extraction and training.
+
+    Of the bytes ``target_bytes`` are the target's embedding and lm_head.
 
     `seconds` of each are tried out; 0 leaves the hours out and loads no weights. ``hours`` are by the clock,
     as busy as the machine is now, with evaluations, checkpoints and what comes before and after

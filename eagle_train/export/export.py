@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from eagle_train.errors import UserError
 from eagle_train.export.card import is_hub_id, model_card, serve_command
 from eagle_train.export.folder import check_free, folder_bytes
 from eagle_train.export.layout import GUESSES, as_served, check_engine, engine_config, engine_tensors
-from eagle_train.export.refusals import refusals
+from eagle_train.export.refusals import Refusal, refusals, remedy
 from eagle_train.export.source import Source, TargetFacts, find_source
 from eagle_train.export.verify import REFERENCE_FOLDER, verify, write_reference
 from eagle_train.heads.config import HeadConfig
@@ -101,12 +102,16 @@ def _is_path(name: str) -> bool:
 def _check_served(head: Head, engine: str, facts: TargetFacts, where: str | Path) -> None:
     """Raise UserError where `engine` would not compute the head, or cannot be told its target."""
     if reasons := refusals(head, engine, facts.num_layers, facts.model_type):
-        raise UserError(f"{where}: cannot be exported for {engine}: {'; '.join(reasons)}")
+        raise UserError(f"{where}: cannot be exported for {engine}: {_sentences(reasons)}{remedy(reasons)}")
     if engine == "speculators" and not is_hub_id(head.config.target):
         raise UserError(
             f"{where}: a speculators config names its target by hub id, the head names "
             f"{head.config.target or 'none'}; give --target OWNER/NAME"
         )
+
+
+def _sentences(reasons: Sequence[Refusal]) -> str:
+    return "; ".join(one.why for one in reasons)
 
 
 def _choose_dtype(dtype: str, target_dtype: str | None, head: Head) -> torch.dtype:
@@ -143,7 +148,7 @@ def _provenance(
     shared = config.kind == "eagle3" and engine in _ONE_DIRECTORY
     others = [other for other in _ONE_DIRECTORY if other != engine] if shared else []
     reasons = {other: refusals(head, other, target.num_layers, target.model_type) for other in others}
-    refused = {other: "; ".join(why) for other, why in reasons.items() if why}
+    refused = {other: _sentences(why) for other, why in reasons.items() if why}
     return {
         "format_version": 1,
         "made_by": _MADE_BY,

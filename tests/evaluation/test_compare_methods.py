@@ -156,7 +156,8 @@ def test_two_ways_by_one_method_are_told_apart_by_what_they_read(target):
         assert table[1 + number].startswith(f"{name}  ")
         assert page.count(f">{name}<") >= 4  # in the table and in the plots
         assert f"{name}: the tree of one round" in page
-    assert [row["source"] for row in csv.DictReader(io.StringIO(as_csv([made])))] == ["", "first:1", "first:2"]
+    told = [row["source"] for row in csv.DictReader(io.StringIO(as_csv([made])))]
+    assert told == ["", "first:1", "first:2"]
 
 
 def test_a_source_is_shortened_as_far_as_it_stays_itself():

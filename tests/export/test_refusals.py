@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import shlex
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,9 +13,21 @@ import torch
 from eagle_train.errors import UserError
 from eagle_train.export.export import export
 from eagle_train.export.refusals import refusals
-from eagle_train.heads.disk import build_head, load_config
+from eagle_train.heads.config import default_layers
+from eagle_train.heads.disk import build_head, load_config, save_head
 from eagle_train.io.tensors import load_tensors
 from eagle_train.io.text import write_json
+from eagle_train.recipe_files import load_recipe
+from eagle_train.training.build import config_on
+
+TARGET = {  # whose heads EAGLE's repository can hold
+    "hidden_size": 32,
+    "num_attention_heads": 4,
+    "num_hidden_layers": 8,
+    "intermediate_size": 48,
+    "vocab_size": 96,
+    "rope_theta": 10000.0,
+}
 
 
 def _target(folder: Path, **fields: object) -> str:
@@ -143,6 +157,61 @@ def test_a_source_that_is_none_is_named(tmp_path):
         export(tmp_path / "missing", tmp_path / "out", engine="vllm")
     with pytest.raises(UserError, match=r"holds neither config\.json and model\.safetensors nor a run"):
         export(tmp_path, tmp_path / "out", engine="vllm")
+
+
+@pytest.mark.parametrize(
+    ("kind", "engine", "settings"),
+    [
+        ("eagle3", "eagle", ["head.fc_norm=true", "head.norm_output=true", "head.num_hidden_layers=2"]),
+        ("eagle3", "eagle", ["head.norm_before_fc=true", "head.layer_ids=[1,4,5]"]),
+        ("eagle3", "sglang", ["head.norm_before_residual=true", "head.layer_ids=[0,4]"]),
+        ("eagle3", "sglang", ["head.layer_ids=[8]", "head.qk_norm=true"]),
+        ("eagle1", "vllm", ["head.qk_norm=true"]),
+        ("medusa", "vllm", ["head.draft_vocab_size=40"]),
+    ],
+)
+def test_a_head_of_the_recipe_settings_that_a_refusal_names_is_taken(kind, engine, settings, tmp_path):
+    def head(overrides):
+        recipe = load_recipe(
+            kind, ["head.draft_vocab_size=null", *overrides] if kind == "eagle3" else overrides
+        )
+        ids = recipe.head.layer_ids or default_layers(8)
+        config = replace(config_on(recipe, TARGET, 96, ids, "here"), target="org/target")
+        return build_head(config, torch.arange(40) if config.reduced_vocabulary else None)
+
+    save_head(head(settings), tmp_path / "head")
+    target = _target(tmp_path / "target")
+    with pytest.raises(UserError) as caught:
+        export(tmp_path / "head", tmp_path / "out", engine=engine, target=target)
+    named = shlex.split(str(caught.value).partition("; train a head for it with ")[2])[1::2]
+    assert {one.partition("=")[0] for one in named} == {one.partition("=")[0] for one in settings}
+    save_head(head([*settings, *named]), tmp_path / "mended")
+    export(tmp_path / "mended", tmp_path / "out", engine=engine, target=target)
+
+
+@pytest.mark.parametrize(
+    ("kind", "engine", "fields", "end"),
+    [
+        (
+            "eagle3",
+            "sglang",
+            {"sliding_window": 9},
+            "everything; train a head for it anew, without --init-from",
+        ),
+        (
+            "eagle3",
+            "sglang",
+            {"attention_bias": True, "qk_norm": True},
+            "; train a head for it anew, without --init-from, with --set head.qk_norm=false",
+        ),
+        ("eagle1", "eagle", {}, "; no recipe makes a head of this target for it: choose another --engine"),
+        ("eagle3", "vllm", {"qk_norm": True}, "use --engine speculators"),
+    ],
+)
+def test_a_refusal_ends_in_what_to_do(kind, engine, fields, end, head_dir, tmp_path):
+    with pytest.raises(UserError) as caught:
+        export(head_dir(kind, **fields), tmp_path / "out", engine=engine)
+    assert str(caught.value).endswith(end)
 
 
 def test_refusals_of_a_plain_head_are_none(head_dir):
