@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-import shlex
 from typing import Any
 
 import typer
 
 from . import options
+from .eval_output import say_compared, say_predicted
 
 NAME = "eval"
 HELP = "Decode with a head, or by other methods: acceptance length, speed-up, losslessness."
@@ -34,8 +34,6 @@ _WHY = {
     "--predict": "--predict decodes nothing",
     "--against-server": "--against-server drafts greedily, as the server does",
 }
-
-_LEARNED = 1.05  # acceptance length; below, fewer than one round in twenty keeps a guess
 
 
 def run(
@@ -67,8 +65,8 @@ def run(
     draft: list[str] | None = typer.Option(
         None,
         "--draft",
-        help="chain, static (EAGLE-1's tree), dynamic (EAGLE-2's), sampled, or a .json of eagle tune. Repeat "
-        "it to compare. Default static for an eagle1 head, dynamic for eagle3; on a CPU a chain is faster.",
+        help=f"chain, static (EAGLE-1's tree), dynamic (EAGLE-2's), sampled, or {options.TUNED}. Repeat it "
+        "to compare. Default static for an eagle1 head, dynamic for eagle3; on a CPU a chain is faster.",
     ),
     gamma: options.Gamma = None,
     tree_tokens: options.TreeTokens = None,
@@ -101,8 +99,9 @@ def run(
         None,
         "--predict",
         metavar="TEXTS",
-        help="No decoding: the acceptance of a chain or a tree from shards, or from a file of the "
-        "target's answers (written at --temperature), also by category where records have one.",
+        help="No decoding: the acceptance of a chain or a tree from shards, or from conversations as for "
+        "eagle prepare with the target's answers (written at --temperature), also by category where records "
+        "have one.",
     ),
     other_target: bool = typer.Option(
         False, "--other-target", help="Predict although the head was trained on other weights of the target."
@@ -217,79 +216,17 @@ def run(
         device_map=device_map,
         seed=seed,
     )
-    return _say(reports, report or [], head, as_json)
-
-
-def _say(reports: list[dict[str, Any]], files: list[str], head: str | None, as_json: bool) -> int:
-    """Print the reports and write them into `files`; return the exit code."""
-    from eagle_train.evaluation.grid import write_reports
-    from eagle_train.evaluation.report import fault, lines
-    from eagle_train.evaluation.tables import as_lines
-
-    if as_json:
-        print(
-            json.dumps(
-                reports[0] if len(reports) == 1 else {"reports": reports}, indent=2, ensure_ascii=False
-            )
-        )
-    else:
-        for one in reports:
-            print("\n".join([*lines(one), ""]))
-        if len(reports) > 1 or len(reports[0]["results"]) > 1:
-            print("\n".join(["tau, times plain decoding", *as_lines(reports), ""]))
-    write_reports(files, reports)  # after what stands on the screen, which is then not lost
-    if not as_json:
-        if files:
-            print(f"written: {', '.join(files)}")
-        if head is not None:
-            print(_following(reports, head))
-    faults = [found for found in map(fault, reports) if found]
-    return options.fail_on(faults[0] if faults else None)
-
-
-def _following(reports: list[dict[str, Any]], head: str) -> str:
-    """Return the line on what to do next with `head`, by its best acceptance length."""
-    from eagle_train.evaluation.methods import HEAD_KINDS
-
-    taus = [one["tau"] for report in reports for one in report["results"] if one["method"] in HEAD_KINDS]
-    if max(taus, default=_LEARNED) < _LEARNED:
-        return (
-            f"tau below {_LEARNED}: hardly a guess is right; train longer, on more answers that the target "
-            "itself wrote (eagle regenerate)"
-        )
-    return f"next: eagle export {shlex.quote(head)} --engine vllm --out served/"
+    return say_compared(reports, report or [], head, as_json)
 
 
 def _predict(
-    head: str,
-    texts: str,
-    target: str | None,
-    name: str,
-    files: list[str],
-    as_json: bool,
-    **given: Any,
+    head: str, texts: str, target: str | None, name: str, files: list[str], as_json: bool, **given: Any
 ) -> int:
-    from eagle_train.evaluation.grid import check_reports, write_reports
+    from eagle_train.evaluation.grid import check_reports
     from eagle_train.evaluation.predict import predict
-    from eagle_train.evaluation.report import predicted_lines
 
     check_reports(files)
-    report = predict(head, texts, target, **given)
-    write_reports(files, [report])
-    if as_json:
-        print(json.dumps(report, indent=2, ensure_ascii=False))
-    else:
-        print("\n".join(predicted_lines(report)))
-        if files:
-            print(f"written: {', '.join(files)}")
-        tree = report["tree"]
-        same = ["--draft", name, *(["--gamma", str(tree["depth"])] if name == "chain" else [])]
-        if name == "dynamic":
-            sizes = {"--tree-tokens": tree["nodes"], "--top-k": tree["top_k"], "--depth": tree["depth"]}
-            same += [word for option, size in sizes.items() for word in (option, str(size))]
-        same += ["--temperature", f"{report['temperature']:g}"] if report["temperature"] else []
-        same += [] if given["processors"] else ["--no-processors"]
-        print(f"next: {options.eval_command(head, report['target'], same)}")
+    say_predicted(predict(head, texts, target, **given), files, as_json, name, given["processors"])
     return 0
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from eagle_cli import options
-from eagle_cli.eval import _following
+from eagle_cli.eval_output import following
 from eagle_cli.main import main
 from eagle_train.evaluation import comparison
 from eagle_train.shards.schema import MANIFEST
@@ -48,7 +48,7 @@ def test_eval_prints_figures_and_the_next_command(head_dir, tiny_target_dir, cap
 @pytest.mark.parametrize(("tau", "exported"), [(1.0, False), (1.049, False), (1.05, True)])
 def test_export_is_named_for_a_head_that_has_learned(tau, exported):
     heads = [{"method": "eagle3", "tau": 1.0}, {"method": "eagle3", "tau": tau}]
-    line = _following([{"results": [*heads, {"method": "prompt-lookup", "tau": 3.0}]}], "my run")
+    line = following([{"results": [*heads, {"method": "prompt-lookup", "tau": 3.0}]}], "my run")
     assert (line == "next: eagle export 'my run' --engine vllm --out served/") == exported
     assert ("train longer" in line) != exported
 

@@ -17,14 +17,11 @@ from eagle_train.decoding.law import TargetLaw
 from eagle_train.decoding.lookahead import Lookahead
 from eagle_train.decoding.loop import Settings
 from eagle_train.decoding.sampling import Sampling
-from eagle_train.decoding.shapes import Chain, Dynamic, Sampled, Static, read_shape, write_shape
-from eagle_train.errors import UserError
 from eagle_train.evaluation import comparison
 from eagle_train.evaluation.evaluate import evaluate
-from eagle_train.evaluation.hub_questions import SETS
 from eagle_train.evaluation.methods import Method, Sizes, entries_of
 from eagle_train.evaluation.page import as_page
-from eagle_train.evaluation.questions import Question, read_questions
+from eagle_train.evaluation.questions import Question
 from eagle_train.evaluation.report import lines, short_sources
 from eagle_train.evaluation.tables import as_csv, as_lines
 from eagle_train.evaluation.turns import Asked
@@ -258,86 +255,3 @@ def test_what_the_user_must_change_is_one_line(heads, tiny_target_dir, capsys, a
     error = capsys.readouterr().err.strip().splitlines()[-1]
     assert error.startswith("error: ")
     assert words in error
-
-
-@pytest.mark.parametrize(
-    "shape", [Chain(4, 0.25), Static(((0,), (1,), (0, 2))), Dynamic(12, 3, 4), Sampled((3, 1))]
-)
-def test_a_shape_survives_the_disk(tmp_path, shape):
-    write_shape(tmp_path / "shape.json", shape)
-    assert read_shape(tmp_path / "shape.json") == shape
-
-
-def test_a_shape_that_cannot_be_is_refused(tmp_path):
-    for text, words in (
-        ('{"draft": "chian", "gamma": 3}', "no draft of a known kind"),
-        ('{"draft": "chain", "gama": 3}', "not a shape of eagle tune"),
-        ('{"draft": "static", "paths": [[0, 1]]}', "has no parent"),
-        ('{"draft": "static"}', "not a shape of eagle tune"),
-        ('{"draft": "chain", "gamma": 0}', "chain: got 0 guesses"),
-        ('{"draft": "chain", "stop": 1.5}', "chain: got stop 1.5"),
-        ('{"draft": "chain", "stop": "half"}', "not a shape of eagle tune"),
-        ('{"draft": "chain", "gamma": 2.5}', "got 2.5 guesses, wanted a whole number"),
-        ('{"draft": "chain", "gamma": true}', "got True guesses, wanted a whole number"),
-        ('{"draft": "chain", "gamma": 257}', "got 257 guesses, wanted at most 256"),
-        ('{"draft": "dynamic", "top_k": null}', "got top_k None, wanted a whole number"),
-        ('{"draft": "dynamic", "top_k": 1024, "depth": 256}', "times depth 262144, wanted at most 2048"),
-        ('{"draft": "dynamic", "total_tokens": 4096}', "got total_tokens 4096, wanted at most 1024"),
-        ('{"draft": "sampled", "widths": [1000000, 1000]}', "a width of 1000000, wanted at most 1024"),
-        ('{"draft": "sampled", "widths": [1000, 1000]}', "got 1001001 nodes with its root, wanted at"),
-        ('{"draft": "sampled", "widths": "42"}', "a width of '4', wanted a whole number"),
-        ('{"draft": "sampled", "widths": 7}', "not a shape of eagle tune"),
-        ('{"draft": "static", "paths": [[0.5]]}', "a rank of 0.5, wanted a whole number"),
-        ('{"draft": "static", "paths": {"a": 1}}', "a rank of 'a', wanted a whole number"),
-        ('{"draft": "static", "paths": []}', "got 1 nodes with its root, wanted at least 2"),
-        ('{"draft": ["chain"]}', "no draft of a known kind"),
-    ):
-        (tmp_path / "shape.json").write_text(text)
-        with pytest.raises(UserError, match=re.escape(words)) as caught:
-            read_shape(tmp_path / "shape.json")
-        assert str(caught.value).startswith(str(tmp_path / "shape.json"))
-
-
-RECORDS = {
-    "mt_bench": {"prompt": ["One?", "Two?"], "category": "writing"},
-    "gsm8k": {"question": "1 + 1?", "answer": "2"},
-    "humaneval": {"prompt": "def f():", "canonical_solution": "pass"},
-    "alpaca": {"instruction": "Say it.", "input": "loud", "output": "IT"},
-    "cnn_dm": {"article": "Long ago.", "highlights": "."},
-}
-
-
-@pytest.mark.usefixtures("no_hub")
-@pytest.mark.parametrize("name", SETS)
-def test_public_sets_are_read_by_name(monkeypatch, name):
-    import datasets
-
-    asked = []
-
-    def load(repository, config, split):
-        asked.append((repository, config, split))
-        return [{**RECORDS[name], "n": i} for i in range(200)]
-
-    monkeypatch.setattr(datasets, "load_dataset", load)
-    questions = read_questions(name)
-    assert len(questions) == 80
-    assert asked == [(SETS[name].repository, SETS[name].config, SETS[name].split)]
-    assert questions[0].category in ("writing", "math", "code", "instructions", "summarising")
-    words = {
-        "mt_bench": ("One?", "Two?"),
-        "alpaca": ("Say it.\n\nloud",),
-        "cnn_dm": ("Summarize: Long ago.",),
-    }
-    assert questions[0].turns == words.get(name, questions[0].turns)
-
-
-@pytest.mark.usefixtures("no_hub")
-def test_without_the_hub_a_public_set_is_one_line(monkeypatch):
-    import datasets
-
-    def load(*_, **__):
-        raise ConnectionError("Couldn't reach 'openai/gsm8k' on the Hub")
-
-    monkeypatch.setattr(datasets, "load_dataset", load)
-    with pytest.raises(UserError, match=r"the hub gave no openai/gsm8k .* or give a file of JSON lines"):
-        read_questions("gsm8k")

@@ -8,25 +8,23 @@ import io
 import json
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 from eagle_train.data.prepare import prepare
-from eagle_train.decoding.loop import Generation, Settings, generate, plain
+from eagle_train.decoding.loop import Settings, generate
 from eagle_train.decoding.medusa import MedusaDrafter
 from eagle_train.decoding.sampling import Sampling
 from eagle_train.decoding.shapes import Chain, Dynamic, Sampled, Static
 from eagle_train.errors import UserError
 from eagle_train.evaluation.evaluate import evaluate
 from eagle_train.evaluation.predict import predict
-from eagle_train.evaluation.questions import Question, conversations
+from eagle_train.evaluation.questions import conversations
 from eagle_train.evaluation.report import predicted_lines
 from eagle_train.heads.config import HeadConfig
 from eagle_train.heads.disk import build_head, load_head, save_head
 from eagle_train.losses.acceptance import AcceptanceCounts
-from eagle_train.provenance import tokenizer_fingerprint
 from eagle_train.recipe_files import load_recipe
 from eagle_train.shards.reader import open_shards
 from eagle_train.targets.extract import extract
@@ -34,41 +32,7 @@ from eagle_train.targets.load import Target
 from eagle_train.training.held_out import split
 from eagle_train.training.loop import train
 
-QUESTIONS = [
-    Question(str(i), ("sea", "", "moon", "sea")[i], (f"Question {i}: " + "why is it so? " * i,))
-    for i in range(4)
-]
-
-
-def some_head(target: Target, kind: str):
-    torch.manual_seed(0)
-    head = build_head(HeadConfig.for_target(target.config.to_dict(), kind))
-    with torch.no_grad():
-        if kind == "eagle3":
-            head.lm_head.weight.copy_(target.frozen().lm_head)
-    return head
-
-
-def write_answers(target: Target, file: Path) -> None:
-    """The target's greedy answers to the questions, as an Answers file."""
-    records = []
-    for question, conversation in conversations(target.tokenizer, QUESTIONS):
-        made = plain(target, conversation.ask(0), Settings(max_new_tokens=24))
-        records.append(record_of(target, question, made))
-    write_records(target, records, file)
-
-
-def record_of(target: Target, question: Question, made: Generation) -> dict[str, Any]:
-    text = target.tokenizer.decode(made.ids, skip_special_tokens=True)
-    answer = {"role": "assistant", "content": text, "answer_ids": made.ids, "finished": made.ended}
-    named = {"category": question.category} if question.category else {}
-    return {"id": question.id, **named, "messages": [{"role": "user", "content": question.turns[0]}, answer]}
-
-
-def write_records(target: Target, records: list[dict[str, Any]], file: Path) -> None:
-    made_by = {"model": "tiny", "tokenizer_fingerprint": tokenizer_fingerprint(target.tokenizer)}
-    lines = (json.dumps({**record, "generated_by": made_by}) for record in records)
-    file.write_text("".join(f"{line}\n" for line in lines))
+from .answers import QUESTIONS, record_of, some_head, write_answers, write_records
 
 
 @pytest.fixture(scope="module")

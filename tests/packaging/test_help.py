@@ -19,7 +19,7 @@ _ROOT = Path(__file__).resolve().parents[2]
 _COMMANDS = sorted(
     file.stem.rstrip("_")
     for file in (_ROOT / "cli").glob("*.py")
-    if file.stem not in ("__init__", "main", "options")
+    if file.stem not in ("__init__", "main", "options", "eval_output")
 )
 _HEAVY = ("torch", "transformers", "datasets", "accelerate", "numpy", "safetensors", "huggingface_hub")
 _SCRIPT = """
