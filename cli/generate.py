@@ -31,7 +31,7 @@ def run(
     draft: str | None = typer.Option(
         None,
         "--draft",
-        help="chain, static, dynamic, sampled, or a .json of eagle tune; default static for eagle1, medusa, "
+        help=f"chain, static, dynamic, sampled, or {options.TUNED}; default static for eagle1, medusa, "
         "dynamic for eagle3 heads; on a CPU a chain is faster.",
     ),
     gamma: options.Gamma = None,

@@ -20,9 +20,11 @@ Head = Annotated[
 Rows = Annotated[Path, typer.Argument(metavar="ROWS", help="The folder that eagle prepare made.")]
 Target = Annotated[str, typer.Option("--target", help="The target: hub id, directory or .gguf file.")]
 _QUESTIONS = (
-    "mt_bench, gsm8k, humaneval, alpaca or cnn_dm from the hub, or JSON lines in MT-bench form; default the "
-    "built-in 60 held-out questions."
+    "mt_bench, gsm8k, humaneval, alpaca or cnn_dm from the hub, or a file of JSON lines such as "
+    '{"question_id": 1, "category": "math", "turns": ["first turn", "second turn"]}, of which only turns '
+    "must be there; default the built-in 60 held-out questions."
 )
+TUNED = 'a .json of eagle tune, such as {"draft": "chain", "gamma": 5}'  # as --draft takes it
 Questions = Annotated[str | None, typer.Option("--questions", help=_QUESTIONS)]
 ManyQuestions = Annotated[
     list[str] | None, typer.Option("--questions", help=f"{_QUESTIONS} Repeat it for a table.")
@@ -68,7 +70,10 @@ Dtype = Annotated[
 ]
 ChatTemplate = Annotated[
     str | None,
-    typer.Option("--chat-template", help="A Jinja file, or vicuna, or llama-2; default the tokenizer's own."),
+    typer.Option(
+        "--chat-template",
+        help="A file with a Jinja template, or vicuna, or llama-2; default the tokenizer's own.",
+    ),
 ]
 TemplateArg = Annotated[
     list[str] | None,

@@ -28,9 +28,10 @@ def run(
         list[str],
         typer.Argument(
             metavar="DATA...",
-            help="ShareGPT or messages files (.json, .jsonl, also .gz, .parquet), folders, globs, or hub "
-            "datasets as owner/name[:split]; behind one, =0.5 is its weight in a mixture. A record's "
-            "category is kept.",
+            help='Files (.json, .jsonl, also .gz, .parquet) of records {"messages": [{"role": "user", '
+            '"content": "Hi"}, ...]} or ShareGPT\'s {"conversations": [{"from": "human", "value": '
+            '"Hi"}, ...]}; folders, globs, or hub datasets as owner/name[:split]; behind one, =0.5 is its '
+            "weight in a mixture. A record's category is kept.",
         ),
     ],
     target: options.Target,

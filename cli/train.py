@@ -54,7 +54,8 @@ def run(
         ...,
         "--recipe",
         help="A built-in recipe (eagle1, eagle3, eagle3-smollm2, eagle3-llama3.1-8b, ...; a wrong name lists "
-        "all), or the path of a .yaml file.",
+        "all), or the path of a .yaml file with keys as in eagle_train/config.py, such as extends: eagle3 "
+        "and run: {epochs: 2}.",
     ),
     out: Path = typer.Option(
         ..., "--out", help="Folder of the run: recipe, metrics, checkpoints, best, last."
@@ -100,7 +101,10 @@ def run(
         None, "--processes", help="Processes on this machine; default one, or those torchrun started."
     ),
     deepspeed: str | None = typer.Option(
-        None, "--deepspeed", metavar="zero2|zero3|FILE", help="Partition over processes; a DeepSpeed JSON."
+        None,
+        "--deepspeed",
+        metavar="zero2|zero3|FILE",
+        help="Partition over processes; FILE is a DeepSpeed JSON, such as recipes/deepspeed/zero2.json.",
     ),
     track: list[str] = typer.Option(
         [],

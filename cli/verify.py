@@ -31,7 +31,7 @@ def run(
     draft: list[str] | None = typer.Option(
         None,
         "--draft",
-        help="chain, static, dynamic, sampled or a .json of eagle tune; repeat it. Default a chain and the "
+        help=f"chain, static, dynamic, sampled or {options.TUNED}; repeat it. Default a chain and the "
         "head's usual tree.",
     ),
     gamma: options.Gamma = None,

@@ -15,7 +15,8 @@ import typer
 
 from eagle_cli import main as main_module
 
-_README = (Path(__file__).resolve().parents[2] / "README.md").read_text()
+_ROOT = Path(__file__).resolve().parents[2]
+_README = (_ROOT / "README.md").read_text()
 _SHORTER = {
     "regenerate": ["--max-new-tokens", "64"],
     "extract": ["--dtype", "fp32"],
@@ -82,9 +83,10 @@ def test_the_answers_were_unchanged(journey):
 
 
 def test_every_command_line_in_the_readme_can_be_typed():
-    """Commands and options exist, values have their types."""
+    """Commands and options exist, values have their types; so in the pages of docs/."""
     group = typer.main.get_command(main_module.app)
-    lines = re.findall(r"^(?:    )?(eagle [a-z]+ .*?)(?:  +#.*)?$", _README, flags=re.MULTILINE)
+    text = "\n".join([_README, *(page.read_text() for page in (_ROOT / "docs").glob("*.md"))])
+    lines = re.findall(r"^(?:    )?(eagle [a-z]+ .*?)(?:  +#.*)?$", text, flags=re.MULTILINE)
     assert len(lines) >= len(_own_model())
     for line in lines:
         _, name, *words = shlex.split(line)
