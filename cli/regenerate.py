@@ -98,6 +98,8 @@ def run(
         options.refuse_unread(context, _OF_A_SERVER, "without --server the target answers here")
     if distributed.launched():
         options.refuse_unread(context, {"processes"}, "torchrun has started the workers")
+    if not out.name.lower().removesuffix(".gz").endswith((".jsonl", ".ndjson")):
+        raise UserError(f"--out {out}: wanted a file ending in .jsonl or .jsonl.gz, which prepare reads")
     own = not no_processors
     settings = AnswerSettings(temperature, top_p, max_new_tokens, seed, thinking == "keep", processors=own)
     arguments = parse_arguments(template_arg or [])

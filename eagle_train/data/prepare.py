@@ -159,7 +159,8 @@ def _nothing_left(counts: dict[str, Any]) -> str:
     if counts["bad"]:
         reasons = f"{reasons}, damaged: {counts['bad']}".lstrip(", ")
     read = counted(counts["read"], "conversation")
-    return f"no row is left of {read} ({reasons or 'the input is empty'})"
+    wanted = "wanted records with messages or conversations and an answer in each"
+    return f"no row is left of {read} ({reasons or 'the input is empty'}); {wanted}"
 
 
 def _refuse_lost_weights(inputs: list[Source], drop_duplicates: bool) -> None:

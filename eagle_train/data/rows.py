@@ -19,6 +19,7 @@ from eagle_train.data.encoding import Outcome
 from eagle_train.data.mask import EncodedRow
 from eagle_train.data.token_rows import mask_of
 from eagle_train.errors import UserError
+from eagle_train.folders import what_is_in
 from eagle_train.io.text import read_json
 
 FORMAT_VERSION = 1
@@ -73,6 +74,10 @@ def _check_columns(path: Path, dataset: Any) -> None:
 
 def read_rows_info(path: Path) -> dict[str, Any]:
     """Return ``rows.json`` of a rows folder, checked to be of this format."""
+    if path.is_file():
+        raise UserError(f"{path}: is a file, wanted a folder of rows; make it with: eagle prepare {path} ...")
+    if not (path / "rows.json").exists() and (found := what_is_in(path)):
+        raise UserError(f"{path}: {found}, wanted the rows of eagle prepare")
     info = read_json(
         path / "rows.json", "make the rows with: eagle prepare DATA --target T --out " + str(path)
     )

@@ -8,6 +8,7 @@ from typing import Any
 from eagle_train import hub
 from eagle_train.data.gguf_file import gguf_source
 from eagle_train.errors import UserError
+from eagle_train.folders import refuse_as_target
 
 
 def load_tokenizer(target: str, trust_remote_code: bool = False) -> Any:
@@ -28,6 +29,8 @@ def load_tokenizer(target: str, trust_remote_code: bool = False) -> Any:
         raise UserError(f"{target}: no such directory; give a hub id, a directory or a .gguf file")
     elif path.is_file():
         raise UserError(f"{target}: is a file; give a hub id, a directory or a .gguf file")
+    else:
+        refuse_as_target(target)
     with hub.asked_once(name) as silent:
         try:
             tokenizer = AutoTokenizer.from_pretrained(name, **arguments)

@@ -151,6 +151,8 @@ def _draft_model(source: str, target: Target) -> Target:
     start, _, number = source.partition(":")
     if start == "first" and number.isdecimal():
         return first_layers(target, int(number))
+    if ":" in source and not Path(source).exists():
+        raise UserError(f"--method draft-model={source}: wanted a model, or first:N (layers of the target)")
     code = target.trust_remote_code
     return load_target(source, dtype=target.dtype, device=target.device, trust_remote_code=code)
 

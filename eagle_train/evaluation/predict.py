@@ -23,6 +23,7 @@ from eagle_train.evaluation.figures import ByKind, acceptance_figures
 from eagle_train.evaluation.heads import find_head, run_of
 from eagle_train.evaluation.replay import NEVER, replay_chain, replay_paths, tables
 from eagle_train.evaluation.tree_replay import drafter_of_tables, replay_tree, tree_tables
+from eagle_train.folders import what_is_in
 from eagle_train.heads.config import HeadConfig, check_window
 from eagle_train.heads.disk import Head
 from eagle_train.heads.foreign import read_any
@@ -82,9 +83,11 @@ def predict(
         )
     where = find_head(head) if isinstance(head, str | Path) else None
     shards = open_shards(texts) if (Path(texts) / MANIFEST).is_file() else None
+    if shards is None and (found := what_is_in(texts)):
+        raise UserError(f"{texts}: {found}, wanted shards of eagle extract, or conversations with --target")
     if shards is None and target is None:
         raise UserError(
-            f"{texts}: not a folder of shards; for a file of answers give --target, whose features are needed"
+            f"{texts}: no folder of shards; for a file of answers give --target, whose features are needed"
         )
     if where is not None and not other_target and trained_on(where) is not None:
         known = shards.info["target"] if shards else _identity(str(target), dtype, trust_remote_code)

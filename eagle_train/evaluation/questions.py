@@ -58,6 +58,8 @@ def _records(path: str | Path | None, name: str) -> Iterator[tuple[Any, str]]:
     except FileNotFoundError as error:
         known = ", ".join(SETS)
         raise UserError(f"{name}: No such file, and no public set ({known}){nearest(name, SETS)}") from error
+    except IsADirectoryError as error:
+        raise UserError(f"{name}: is a folder, wanted a file of JSON lines with turns") from error
     except OSError as error:
         raise os_error(name, error) from error
     except UnicodeDecodeError as error:
@@ -76,7 +78,7 @@ def _question(record: Any, place: str) -> Question:
     turns = record.get("turns") if isinstance(record, dict) else None
     if not isinstance(turns, list) or not turns or not all(isinstance(turn, str) for turn in turns):
         raise UserError(
-            f"{place}: no turns; wanted MT-bench form: question_id, category and turns (a list of texts)"
+            f'{place}: no turns; wanted MT-bench form, such as {{"question_id": 1, "turns": ["first turn"]}}'
         )
     if any("\ud800" <= letter <= "\udfff" for turn in turns for letter in turn):
         raise UserError(f"{place}: a turn holds half a surrogate pair, which is no text; correct it")

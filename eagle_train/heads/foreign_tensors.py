@@ -159,6 +159,8 @@ def to_our_names(stored: dict[str, Tensor], where: str) -> ForeignTensors:
         weights = {_layer_of_eagle3(name, numbered_first): value for name, value in weights.items()}
     elif "fc.weight" in weights and any(name.startswith("layers.0.") for name in weights):
         kind = "eagle1"
+    elif "fc.weight" not in weights and any(name.startswith("model.embed_tokens.") for name in stored):
+        raise UserError(f"{where}: a whole model, wanted a draft head; the model itself goes to --target")
     else:
         raise UserError(
             f"{where}: no draft head that eagle knows: wanted fc.weight with a decoder layer (layers.0.* or "

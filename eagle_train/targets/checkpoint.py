@@ -15,6 +15,7 @@ from torch import Tensor
 from eagle_train import hub
 from eagle_train.data.gguf_file import dequantised, gguf_source
 from eagle_train.errors import UserError
+from eagle_train.folders import refuse_as_target
 from eagle_train.targets import plans
 from eagle_train.targets.generation import refuse_unread
 from eagle_train.targets.headers import refuse_packed
@@ -123,6 +124,7 @@ def _source(target: str) -> tuple[str, dict[str, Any]]:
     path = Path(target)
     if target.endswith(".gguf"):
         return gguf_source(target)
+    refuse_as_target(target)
     if path.is_dir() and not (path / "config.json").is_file():
         raise UserError(f"{target}: holds no config.json; wanted a model directory in Hugging Face form")
     if not path.is_dir() and (path.is_file() or target.startswith((".", "/", "~")) or target.count("/") > 1):

@@ -13,6 +13,7 @@ import torch
 
 from eagle_train.distributed import num_cores
 from eagle_train.errors import UserError
+from eagle_train.folders import what_is_in
 from eagle_train.heads.config import HeadConfig
 from eagle_train.heads.rotary import Rotary
 from eagle_train.io.paths import os_error
@@ -192,6 +193,8 @@ def _known(out: Path) -> Setting | None:
         return Plan.load(out).setting
     if (out / MANIFEST).is_file() and read_json(out / MANIFEST, "choose another --out").get("assembled"):
         raise UserError(f"{out}: holds shards that were merged or split; choose another --out")
+    if (found := what_is_in(out)) and not (out / MANIFEST).is_file():
+        raise UserError(f"{out}: holds {found}; choose another --out")
     return None
 
 

@@ -171,7 +171,7 @@ def test_errors_of_the_command_are_one_line(tmp_path: Path, capsys: pytest.Captu
         ([], "./none: no such directory"),
     ]:
         with pytest.raises(SystemExit) as left:
-            main(["regenerate", str(data), "--target", "./none", "--out", str(tmp_path / "o"), *more])
+            main(["regenerate", str(data), "--target", "./none", "--out", str(tmp_path / "o.jsonl"), *more])
         assert left.value.code == 2
         assert capsys.readouterr().err.strip().splitlines()[-1].startswith(f"error: {told}")
     assert list(tmp_path.iterdir()) == [data]
