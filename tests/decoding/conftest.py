@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -11,13 +11,6 @@ import torch
 
 from eagle_train.decoding.sampling import Sampling, distribution, penalised
 from eagle_train.targets.load import Target, load_target
-
-from .toys import Replay, law_of
-
-
-@pytest.fixture(name="law_of")
-def _law_of() -> Callable[[Callable[[Replay], Hashable]], dict[Hashable, float]]:
-    return law_of
 
 
 @pytest.fixture

@@ -23,6 +23,7 @@ from eagle_train.targets.load import Target, load_target
 from eagle_train.training.medusa_step import MedusaStep
 
 from .test_prediction import text_row, texts
+from .toys import law_of
 
 
 @pytest.fixture(scope="module")
@@ -93,7 +94,7 @@ def test_a_node_is_its_heads_guess_of_its_rank(target, draft):
         text = [*prompt, *made.ids][: len(text) + accepted + 1]
 
 
-def test_the_loops_law_is_the_targets(law_of, law_error, toy):
+def test_the_loops_law_is_the_targets(law_error, toy):
     sampling, settings_length = Sampling(0.9, top_k=2), 3
     drafter = MedusaDrafter(medusa_head(toy, 2), toy, Static(((0,), (1,), (0, 0), (1, 1))))
     settings = Settings(max_new_tokens=settings_length, sampling=sampling, eos_ids=())

@@ -15,7 +15,7 @@ from eagle_train.decoding.sampling import Sampling
 from eagle_train.errors import UserError
 from eagle_train.targets.load import Target, load_target
 
-from .toys import spied
+from .toys import law_of, spied
 
 PROMPT = [5, 17, 250, 33, 8, 121, 64, 5, 17, 250]
 REPEATING = [9, 8, 7, 6] * 4
@@ -72,7 +72,7 @@ def test_some_guesses_stand(target, shallow, name):
 
 
 @pytest.mark.parametrize("name", ["prompt-lookup", "lookahead", "draft-model"])
-def test_the_loops_law_is_the_targets(law_of, law_error, toy, toy_draft, name):
+def test_the_loops_law_is_the_targets(law_error, toy, toy_draft, name):
     sampling, length, prompt = Sampling(0.9, top_k=2), 3, [1, 4, 2, 1, 4]
     drafter = {
         "prompt-lookup": PromptLookup(2, 2),

@@ -17,6 +17,7 @@ from eagle_train.decoding.shapes import Chain, Static
 from eagle_train.errors import UserError
 
 from .test_sampled_loop import PROMPT, SHAPES, toy_drafter
+from .toys import law_of
 
 EOS, LENGTH = 5, 3
 NODES = Static(((0,), (0, 0)))
@@ -91,7 +92,7 @@ def test_greedy_texts_are_those_of_transformers_generate(toy, name):
 
 
 @pytest.mark.parametrize(("name", "shape"), [*((name, NODES) for name in CASES), ("all", Chain(2))])
-def test_the_law_kept_is_the_one_after_the_targets_own_processors(law_of, toy, name, shape):
+def test_the_law_kept_is_the_one_after_the_targets_own_processors(toy, name, shape):
     chosen = ("no_repeat_ngram_size", "repetition_penalty", "min_new_tokens", "min_p")
     short = {**CASES, "min_length": 5, "min_new_tokens": 2}
     values = {key: short[key] for key in (chosen if name == "all" else [name])}

@@ -13,7 +13,7 @@ from eagle_train.heads.config import HeadConfig
 from eagle_train.heads.disk import build_head
 from eagle_train.targets.load import Target
 
-from .toys import spied
+from .toys import law_of, spied
 
 VOCAB, PROMPT, LENGTH = 6, [1, 4, 2], 3
 PENALTY = 1.4
@@ -41,7 +41,7 @@ def toy_drafter(target: Target, shape: Shape, sampling: Sampling, draft_vocabula
 )
 @pytest.mark.parametrize("draft_vocabulary", [4, 6])
 @pytest.mark.parametrize("sampling", [Sampling(0.8, top_k=2), Sampling(1.3, top_p=0.5)], ids=["k", "p"])
-def test_the_loops_law_is_the_targets(law_of, law_error, toy, shape, draft_vocabulary, sampling, block):
+def test_the_loops_law_is_the_targets(law_error, toy, shape, draft_vocabulary, sampling, block):
     drafter = toy_drafter(toy, SHAPES[shape], sampling, draft_vocabulary)
     settings = Settings(max_new_tokens=LENGTH, sampling=sampling, eos_ids=(), block=block)
     law = law_of(lambda chance: tuple(generate(toy, drafter, PROMPT, settings, chance=chance).ids))
@@ -49,7 +49,7 @@ def test_the_loops_law_is_the_targets(law_of, law_error, toy, shape, draft_vocab
 
 
 @pytest.mark.parametrize("shape", ["chain", "sampled", "static"])
-def test_the_law_kept_is_the_one_after_the_repetition_penalty(law_of, law_error, toy, shape):
+def test_the_law_kept_is_the_one_after_the_repetition_penalty(law_error, toy, shape):
     sampling = Sampling(0.9, top_k=2, repetition_penalty=PENALTY)
     drafter = toy_drafter(toy, SHAPES[shape], sampling, 4)
     settings = Settings(max_new_tokens=LENGTH, sampling=sampling, eos_ids=())

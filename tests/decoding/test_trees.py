@@ -52,7 +52,7 @@ def paths_of(tokens: torch.Tensor, parents: tuple[int, ...]) -> list[tuple[int, 
     return paths[1:]
 
 
-def naive_dynamic(head: TableHead, total: int, top_k: int, depth: int) -> dict[tuple[int, ...], float]:
+def naive_dynamic(head: TableHead, top_k: int, depth: int) -> dict[tuple[int, ...], float]:
     """EAGLE-2's growth without shortcuts: every level expanded; all nodes found, with their scores."""
     first = head.first().log_softmax(-1)
     ids = first.topk(min(top_k, head.vocab)).indices.tolist()
@@ -83,7 +83,7 @@ def test_dynamic_tree_holds_the_best_nodes_parents_first(seed, total, top_k, dep
         head.first(), head.expand, total_tokens=total, top_k=top_k, depth=depth
     )
     paths = paths_of(tokens, parents)
-    found = naive_dynamic(head, total, top_k, depth)
+    found = naive_dynamic(head, top_k, depth)
     assert len(set(paths)) == len(paths) == min(total - 1, len(found))
     assert all(-1 < parent < node for node, parent in enumerate(parents[1:], start=1))
     for path, score in zip(paths, scores.tolist(), strict=True):

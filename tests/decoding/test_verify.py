@@ -12,7 +12,7 @@ from eagle_train.decoding.sampling import Sampling, distribution
 from eagle_train.decoding.trees import Tree
 from eagle_train.decoding.verify import verify_block, verify_greedy, verify_sampled
 
-from .toys import KINDS, VOCAB, largest_error, opposite, sampled_chain, sampled_siblings, toy_laws
+from .toys import KINDS, VOCAB, largest_error, law_of, opposite, sampled_chain, sampled_siblings, toy_laws
 
 
 @pytest.fixture(params=KINDS)
@@ -34,13 +34,11 @@ def test_a_chain_of_samples_keeps_the_target_law(p_laws, q_laws, gamma, rule):
 
 
 @pytest.mark.parametrize("rule", [verify_sampled, verify_block])
-def test_a_chain_drawn_from_the_target_itself_is_always_accepted(law_of, rule):
-    assert kept(law_of, sampled_chain(toy_laws(1, "plain"), 3), toy_laws(1, "plain"), rule) == pytest.approx(
-        3
-    )
+def test_a_chain_drawn_from_the_target_itself_is_always_accepted(rule):
+    assert kept(sampled_chain(toy_laws(1, "plain"), 3), toy_laws(1, "plain"), rule) == pytest.approx(3)
 
 
-def kept(law_of, draft, p_laws, rule) -> float:
+def kept(draft, p_laws, rule) -> float:
     """The expected number of guesses kept."""
 
     def accepted(chance) -> int:
@@ -51,9 +49,9 @@ def kept(law_of, draft, p_laws, rule) -> float:
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_a_block_keeps_more_guesses_than_one_decision_per_guess(law_of, seed):
+def test_a_block_keeps_more_guesses_than_one_decision_per_guess(seed):
     p_laws, draft = toy_laws(seed, "plain"), sampled_chain(toy_laws(seed + 50, "plain"), 3)
-    one_by_one, together = (kept(law_of, draft, p_laws, rule) for rule in (verify_sampled, verify_block))
+    one_by_one, together = (kept(draft, p_laws, rule) for rule in (verify_sampled, verify_block))
     assert together > one_by_one + 1e-3
 
 
@@ -70,14 +68,14 @@ def test_a_tree_of_samples_of_depth_3_keeps_the_target_law(p_kind, q_kind):
     assert largest_error(sampled_siblings(q_laws, (2, 1, 1)), p_laws) < 1e-9
 
 
-def test_siblings_that_were_sampled_stand_more_often_than_by_the_targets_law_alone(law_of):
+def test_siblings_that_were_sampled_stand_more_often_than_by_the_targets_law_alone():
     p_laws, draft = toy_laws(1, "plain"), sampled_siblings(toy_laws(2, "plain"), (2, 1))
-    by_ratio = kept(law_of, draft, p_laws, verify_sampled)
+    by_ratio = kept(draft, p_laws, verify_sampled)
 
     def nameless(chance) -> Tree:
         return dataclasses.replace(draft(chance), q=None)
 
-    assert by_ratio > kept(law_of, nameless, p_laws, verify_sampled) + 1e-2
+    assert by_ratio > kept(nameless, p_laws, verify_sampled) + 1e-2
 
 
 @pytest.mark.parametrize(
@@ -103,7 +101,7 @@ def test_a_tree_chosen_at_random_keeps_the_target_law_without_naming_q():
     assert largest_error(draft, toy_laws(6, "plain")) < 1e-9
 
 
-def test_naming_q_for_children_that_were_not_drawn_from_it_would_be_lossy(law_of):
+def test_naming_q_for_children_that_were_not_drawn_from_it_would_be_lossy():
     """The enumeration can fail: best-ranked children under the rule for samples change the law."""
     p_laws, q_laws = toy_laws(1, "plain"), toy_laws(2, "plain")
     best = int(q_laws[()].argmax())
@@ -112,20 +110,20 @@ def test_naming_q_for_children_that_were_not_drawn_from_it_would_be_lossy(law_of
 
 
 @pytest.mark.parametrize("sampling", [Sampling(0.7), Sampling(1.0, top_k=2), Sampling(1.5, top_p=0.6)])
-def test_the_law_kept_is_the_one_after_temperature_top_k_and_top_p(law_of, sampling):
+def test_the_law_kept_is_the_one_after_temperature_top_k_and_top_p(sampling):
     logits = {text: law.log() * 1.3 for text, law in toy_laws(7, "plain").items()}
     warped = {text: distribution(row, sampling) for text, row in logits.items()}
     assert largest_error(sampled_chain(toy_laws(8, "plain"), 2), warped) < 1e-9
 
 
-def test_sampled_verification_of_a_certain_law_is_greedy_verification(law_of):
+def test_sampled_verification_of_a_certain_law_is_greedy_verification():
     laws = toy_laws(9, "certain")
     tree = Tree((0, 3, 1, 2, 0, 2, 3, 3, 1), (-1, 0, 0, 1, 1, 2, 3, 3, 4))
     (outcome,) = law_of(lambda chance: str(verify_sampled(tree, lambda node: laws[tree.words(node)], chance)))
     assert outcome == str(verify_greedy(tree, lambda node: int(laws[tree.words(node)].argmax())))
 
 
-def test_golden_law_of_where_acceptance_ends(law_of, golden_folder):
+def test_golden_law_of_where_acceptance_ends(golden_folder):
     golden = load_file(golden_folder / "posterior.safetensors")
     tree = Tree(tuple(golden["tree.tokens"].tolist()), tuple(golden["tree.parents"].tolist()))
     p = golden["sampling.node_logits"].double().softmax(-1)

@@ -78,7 +78,7 @@ def test_any_checkpoint_of_a_run_can_be_exported(run_dir, tmp_path):
     assert torch.equal(exported["fc.weight"], load_tensors(first / "model.safetensors")[0]["fc.weight"])
 
 
-def test_out_never_replaces_the_run(run_dir, tmp_path):
+def test_out_never_replaces_the_run(run_dir):
     from eagle_train.errors import UserError
 
     for out in (run_dir, run_dir / "checkpoints", run_dir / "best"):

@@ -68,7 +68,7 @@ def test_scoring_the_export_scores_the_trained_head_cast_to_the_target(head_dir,
     assert torch.equal(trained.in_draft, exported.in_draft)
 
 
-def test_every_tensor_and_switch_bears_on_the_reference_outputs(head_dir, tmp_path):
+def test_every_tensor_and_switch_bears_on_the_reference_outputs(head_dir):
     for kind, fields in (("eagle1", {}), ("eagle3", {"fc_norm": True, "norm_output": True})):
         source = head_dir(kind, **fields, name=kind)
         before = reference_outputs(load_head(source))

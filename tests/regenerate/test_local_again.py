@@ -106,7 +106,7 @@ def test_ranks_share_the_work_and_the_last_one_writes(
 
 
 def test_killed_at_any_moment_and_given_again(
-    tmp_path: Path, target: Target, ending_target_dir: Path, expected: list[dict[str, Any]]
+    tmp_path: Path, ending_target_dir: Path, expected: list[dict[str, Any]]
 ) -> None:
     """A real process, killed without a word once it has written some answers."""
     data = write(tmp_path / "a.jsonl", chats())

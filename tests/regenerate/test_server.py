@@ -139,7 +139,7 @@ def test_servers_that_make_no_sense(given: dict[str, Any], told: str) -> None:
         Server(**{"url": "http://localhost", **given})
 
 
-def test_a_key_that_is_not_there(tmp_path: Path) -> None:
+def test_a_key_that_is_not_there() -> None:
     with pytest.raises(UserError, match="no such environment variable"):
         Server("http://localhost", api_key_env="EAGLE_NO_SUCH_KEY").headers()
 
