@@ -16,10 +16,11 @@ from torch import Tensor
 
 from eagle_train.errors import UserError
 from eagle_train.export.layout import engine_config, tensor_faults
-from eagle_train.heads.config import HeadConfig, rope_of
+from eagle_train.heads.config import HeadConfig
 from eagle_train.heads.disk import CONFIG, WEIGHTS, Head, load_head
 from eagle_train.heads.foreign import is_foreign, read_foreign
 from eagle_train.heads.medusa import MedusaHead
+from eagle_train.heads.rope_settings import rope_of
 from eagle_train.io.paths import make_folder
 from eagle_train.io.tensors import load_tensors, save_tensors
 from eagle_train.io.text import read_json

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from eagle_train.errors import UserError, nearest
+from eagle_train.heads.rope_settings import rope_of
 
 KINDS = ("eagle1", "eagle3", "medusa")
 _ARCHITECTURES = {
@@ -275,27 +276,3 @@ def default_layers(num_target_layers: int) -> tuple[int, ...]:
             f"target has {n} layers: the default layers 2, n//2, n-3 need 7 or more; give layer ids"
         )
     return (2, n // 2, n - 3)
-
-
-def rope_of(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return RoPE settings as one flat dict with rope_type and rope_theta, from old or new configs.
-
-    Targets with settings per attention kind give those of full attention. A partial rotation is
-    dropped: the head's own layer rotates whole heads, as engines do.
-    """
-    rope = dict(config.get("rope_parameters") or {})
-    if "full_attention" in rope:
-        rope = dict(rope["full_attention"])
-    if not rope:
-        rope = dict(config.get("rope_scaling") or {})
-    rope["rope_type"] = rope.get("rope_type") or rope.pop("type", None) or "default"
-    rope.setdefault("rope_theta", config.get("rope_theta") or 10000.0)
-    for key in ("type", "partial_rotary_factor", "mrope_section"):
-        rope.pop(key, None)
-    if rope["rope_type"] == "longrope" and "original_max_position_embeddings" not in rope:
-        rope["original_max_position_embeddings"] = config.get("original_max_position_embeddings")
-        if rope["original_max_position_embeddings"] is None:
-            raise UserError("config.json: RoPE is longrope without original_max_position_embeddings; add it")
-    if rope["rope_type"] == "mrope":  # text-only positions: the three sections agree
-        rope["rope_type"] = "default"
-    return rope

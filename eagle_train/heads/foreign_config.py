@@ -14,10 +14,11 @@ from typing import Any
 from torch import Tensor
 
 from eagle_train.errors import UserError
-from eagle_train.heads.config import HeadConfig, rope_of
+from eagle_train.heads.config import HeadConfig
 from eagle_train.heads.config_fields import check_one_rope, checked
 from eagle_train.heads.foreign_layers import hs_ids
 from eagle_train.heads.foreign_tensors import ForeignTensors
+from eagle_train.heads.rope_settings import rope_of
 
 _OF_EAGLE3 = ("use_aux_hidden_state", "use_last_layernorm", "use_input_layernorm_in_first_layer")
 _MODELOPT = (*_OF_EAGLE3[1:], "use_mtp_layernorm", "next_layer_regular", "parallel_draft_step")
@@ -103,12 +104,11 @@ def resolve(
         "sliding_window": _window(reader, told, tensors.num_layers),
         "target": _target(value),
     }
-    if kind == "eagle1":
-        if reader.get("bias") and not values["fc_bias"]:
-            raise UserError(f"{where}: bias is true, but the weights lack fc.bias; was the file cut?")
-        values["draft_vocab_size"] = values["vocab_size"]
-        return Resolved(HeadConfig(**values), layout, notes)
-    values |= _eagle3(reader, tensors, told, depth, layout, notes)
+    if kind == "eagle3":
+        values |= _eagle3(reader, tensors, told, depth, layout, notes)
+    elif reader.get("bias") and not values["fc_bias"]:
+        raise UserError(f"{where}: bias is true, but the weights lack fc.bias; was the file cut?")
+    values.setdefault("draft_vocab_size", values["vocab_size"])
     return Resolved(HeadConfig(**values), layout, notes)
 
 
@@ -254,10 +254,11 @@ def _eagle3(
     lm_head = weights.get("lm_head.weight")
     if lm_head is None:
         raise UserError(f"{where}: the weights lack lm_head.weight; an eagle3 head has its own")
-    fc_norm = bool(reader.get("fc_norm") or reader.get("use_aux_norm"))  # the latter is its older name
-    norms = {"fc_norm": (fc_norm, "fc_norm.0.weight")}
-    norms["norm_before_fc"] = (bool(reader.get("norm_before_fc")), "input_norm.weight")
-    for switch, (on, name) in norms.items():
+    norms = {
+        "fc_norm": bool(reader.get("fc_norm") or reader.get("use_aux_norm")),  # the latter is its older name
+        "norm_before_fc": bool(reader.get("norm_before_fc")),
+    }
+    for (switch, on), name in zip(norms.items(), ("fc_norm.0.weight", "input_norm.weight"), strict=True):
         if on != (name in weights):
             raise UserError(f"{where}: {switch} is {on}, but the file {'lacks' if on else 'has'} {name}")
     width = reader.get("target_hidden_size")
@@ -265,9 +266,8 @@ def _eagle3(
         "draft_vocab_size": reader.get("draft_vocab_size") or int(lm_head.shape[0]),
         "feature_layers": _layers(reader, told, depth, notes),
         "target_hidden_size": None if width == reader.need("hidden_size") else width,
-        "fc_norm": fc_norm,
+        **norms,
         "norm_output": bool(reader.get("norm_output")),
-        "norm_before_fc": bool(reader.get("norm_before_fc")),
         "norm_before_residual": _norm_before_residual(reader, told, layout),
     }
 

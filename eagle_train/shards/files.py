@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from eagle_train.errors import UserError
+from eagle_train.io.checksums import sha256_file
 from eagle_train.io.paths import os_error, refuse_special
 from eagle_train.shards.schema import HEADER_KEY, MANIFEST, PLAN
 
@@ -146,3 +147,13 @@ def open_shard(path: Path) -> ShardFile:
             f"{path}: {size:,} bytes, its header says {end:,}: cut off or damaged; {mend_shard(path)}"
         )
     return ShardFile(path, header, layout, size)
+
+
+def refuse_other_file(folder: Path, name: str, checksum: str | None, again: str) -> None:
+    """Raise UserError where a file is there that is not the one of this SHA-256; None: it is not known."""
+    file = folder / name
+    try:
+        if checksum is not None and file.is_file() and sha256_file(file) != checksum:
+            raise UserError(f"{file}: not the file that {MANIFEST} lists (checksum differs); {again}")
+    except OSError as error:
+        raise os_error(file, error) from error

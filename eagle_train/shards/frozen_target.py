@@ -19,6 +19,7 @@ from torch.nn import functional
 from eagle_train.errors import UserError
 from eagle_train.io.tensors import load_tensors, save_tensors
 from eagle_train.io.text import read_json, write_json
+from eagle_train.shards.files import refuse_other_file
 from eagle_train.shards.schema import mend
 
 TENSORS = "target.safetensors"
@@ -172,3 +173,19 @@ def target_bytes(folder: Path) -> int:
     """Return the size of the target's embedding and lm_head in a shard directory, 0 where not yet there."""
     file = folder / TENSORS
     return file.stat().st_size if file.is_file() else 0
+
+
+def load_frozen(folder: Path, fingerprint: str | None, checksum: str | None) -> FrozenTarget:
+    """Load the frozen target of `folder`, whose features come from weights of this `fingerprint`.
+
+    `checksum` is the SHA-256 of its tensors' file, None where it is not known. Raises UserError when the
+    files are missing, damaged or of other weights.
+    """
+    refuse_other_file(folder, TENSORS, checksum, mend(folder))
+    frozen = FrozenTarget.load(folder)
+    if frozen.target.get("fingerprint") != fingerprint:
+        raise UserError(
+            f"{folder / RECORD}: of target weights {frozen.target.get('fingerprint')}, the "
+            f"features are of {fingerprint}; {mend(folder)}"
+        )
+    return frozen

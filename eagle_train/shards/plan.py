@@ -16,7 +16,8 @@ import numpy as np
 
 from eagle_train.errors import UserError
 from eagle_train.io.checksums import sha256_json
-from eagle_train.shards.schema import Plan, PlannedShard, Setting, tensor_bytes, tensor_shapes
+from eagle_train.shards.schema import Plan, PlannedShard, Setting
+from eagle_train.shards.tensors import tensor_bytes, tensor_shapes
 
 Span = tuple[int, int]
 

@@ -17,13 +17,10 @@ import torch
 from torch import Tensor
 
 from eagle_train.errors import UserError
-from eagle_train.io.checksums import sha256_file
-from eagle_train.io.paths import os_error
 from eagle_train.io.tensors import load_tensors
-from eagle_train.shards import frozen_target
 from eagle_train.shards.codecs import decode
-from eagle_train.shards.files import ShardFile, mend_shard, open_shard
-from eagle_train.shards.frozen_target import FrozenTarget
+from eagle_train.shards.files import ShardFile, mend_shard, open_shard, refuse_other_file
+from eagle_train.shards.frozen_target import FrozenTarget, load_frozen
 from eagle_train.shards.index import WrongIndex, check_index
 from eagle_train.shards.listing import read_manifest
 from eagle_train.shards.manifest import in_common
@@ -228,22 +225,6 @@ class Shards(RowSource):
         return shard
 
 
-def load_frozen(folder: Path, fingerprint: str | None, checksum: str | None) -> FrozenTarget:
-    """Load the frozen target of `folder`, whose features come from weights of this `fingerprint`.
-
-    `checksum` is the SHA-256 of its tensors' file, None where it is not known. Raises UserError when the
-    files are missing, damaged or of other weights.
-    """
-    _refuse_other_file(folder, frozen_target.TENSORS, checksum, mend(folder))
-    frozen = FrozenTarget.load(folder)
-    if frozen.target.get("fingerprint") != fingerprint:
-        raise UserError(
-            f"{folder / frozen_target.RECORD}: of target weights {frozen.target.get('fingerprint')}, the "
-            f"features are of {fingerprint}; {mend(folder)}"
-        )
-    return frozen
-
-
 def mend_listing(folder: Path) -> str:
     """Say how index and manifest are made anew from whole shards."""
     return mend(folder) if (folder / PLAN).is_file() else f"eagle shards prune {folder} --damaged mends it"
@@ -258,16 +239,6 @@ def refuse_other_head(folder: Path, info: dict[str, Any], shard: ShardFile) -> N
                 f"{folder / MANIFEST}: {name}: got {value}, {shard.path.name} has {own[name]}; "
                 f"{mend_listing(folder)}"
             )
-
-
-def _refuse_other_file(folder: Path, name: str, checksum: str | None, again: str) -> None:
-    """Raise UserError where a file is there that is not the one of this SHA-256; None: it is not known."""
-    file = folder / name
-    try:
-        if checksum is not None and file.is_file() and sha256_file(file) != checksum:
-            raise UserError(f"{file}: not the file that {MANIFEST} lists (checksum differs); {again}")
-    except OSError as error:
-        raise os_error(file, error) from error
 
 
 def _gathered(last: Tensor, spans: list[Span]) -> Tensor:
@@ -291,7 +262,7 @@ def open_shards(
     folder = Path(folder)
     info = read_manifest(folder)
     again = mend_listing(folder)
-    _refuse_other_file(folder, INDEX, info.get("index_checksum"), again)
+    refuse_other_file(folder, INDEX, info.get("index_checksum"), again)
     try:
         index, _ = load_tensors(folder / INDEX)
     except UserError as error:

@@ -9,7 +9,8 @@ from typing import Any
 from eagle_train.shards.files import DTYPE_NAMES
 from eagle_train.shards.manifest import described
 from eagle_train.shards.plan import RowTable
-from eagle_train.shards.schema import HEADER_KEY, Plan, tensor_bytes, tensor_shapes
+from eagle_train.shards.schema import HEADER_KEY, Plan
+from eagle_train.shards.tensors import tensor_bytes, tensor_shapes
 from eagle_train.shards.writer import shard_header
 
 _ENTRY = 320  # bytes of one shard in the manifest

@@ -24,9 +24,10 @@ from eagle_train.shards.checking import (
     told,
 )
 from eagle_train.shards.files import ShardFile, open_shard
+from eagle_train.shards.frozen_target import load_frozen
 from eagle_train.shards.listing import find_manifest, read_manifest
 from eagle_train.shards.manifest import SAME, head_of, in_common, joined_plan, write_manifest
-from eagle_train.shards.reader import load_frozen, open_shards
+from eagle_train.shards.reader import open_shards
 from eagle_train.shards.schema import INDEX, PLAN, Plan, mend, shard_name
 
 

@@ -22,8 +22,8 @@ from eagle_train.shards.schema import (
     HEADER_KEY,
     Plan,
     shard_name,
-    tensor_shapes,
 )
+from eagle_train.shards.tensors import tensor_shapes
 
 _PIECE = 2048  # tokens encoded at once: their float32 copies are all that a GPU holds beside the states
 _FROM_THE_TABLE = ("rows", "row_starts", "span_starts", "spans", "loss_mask")

@@ -8,8 +8,8 @@ from pathlib import Path
 
 from eagle_train import distributed
 from eagle_train.errors import UserError
+from eagle_train.shards.frozen_target import load_frozen
 from eagle_train.shards.listing import read_manifest
-from eagle_train.shards.reader import load_frozen
 from eagle_train.shards.schema import MANIFEST, PLAN, Plan
 from eagle_train.targets.load import Target
 from eagle_train.targets.survey import Survey

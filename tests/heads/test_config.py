@@ -7,7 +7,8 @@ import json
 import pytest
 
 from eagle_train.errors import UserError
-from eagle_train.heads.config import HeadConfig, default_layers, rope_of
+from eagle_train.heads.config import HeadConfig, default_layers
+from eagle_train.heads.rope_settings import rope_of
 
 from .small import TARGET
 
