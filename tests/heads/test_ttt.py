@@ -100,6 +100,27 @@ def test_each_step_computes_exactly_the_rows_that_count():
     assert step.number == 9, "the longest answer has ten rows, so there is a tenth step and no eleventh"
 
 
+@pytest.mark.parametrize(("kind", "layers"), [("eagle3", 1), ("eagle3", 2), ("eagle1", 1)])
+def test_prompts_cost_keys_and_values_alone(kind, layers):
+    """Rows through each product of the top layer; a document's rows behind its last counted one are none."""
+    head, frozen = small_head(kind, num_hidden_layers=layers), small_frozen()
+    batch = small_batch(kind, frozen, [(30, [(12, 20)]), (17, [(6, 16)])])
+    top = [head.midlayer, *head.layers.children()][-1] if kind == "eagle3" else head.layers[-1]
+    seen: dict[str, list[int]] = {}
+    for name, module in top.named_modules():
+        if isinstance(module, torch.nn.Linear):
+            module.register_forward_hook(
+                lambda _, given, __, name=name: seen.setdefault(name.split(".")[-1], []).append(len(given[0]))
+            )
+    counted = [len(step.index) for step in unroll(head, frozen, batch, 3)]
+    assert counted == [8 + 10, 7 + 9, 6 + 8]
+    read = [19 + 15, *counted[1:]]  # rows 0..18 and 0..14
+    assert seen == {
+        **dict.fromkeys(("k_proj", "v_proj"), read),
+        **dict.fromkeys(("q_proj", "o_proj", "gate_proj", "up_proj", "down_proj"), counted),
+    }
+
+
 def test_a_row_needed_later_is_computed_though_it_does_not_count_now():
     head, frozen = small_head("eagle3"), small_frozen()
     batch = small_batch("eagle3", frozen)

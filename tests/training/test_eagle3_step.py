@@ -7,6 +7,7 @@ import torch
 
 from eagle_train.heads.ttt import unroll
 from eagle_train.shards.batches import counted_rows, idle, pack
+from eagle_train.shards.frozen_target import FrozenTarget
 from eagle_train.training.eagle3_step import Eagle3Step
 from tests.heads.small import (
     TWO_DOCUMENTS,
@@ -98,6 +99,23 @@ def test_prompts_and_what_nothing_reads_do_not_reach_the_loss():
     result.loss.backward()
     for name, gradient in _gradients(head).items():
         assert torch.equal(gradient, wanted[name]), name
+
+
+def test_each_label_is_made_once_over_the_draft_vocabulary_and_only_where_it_counts(monkeypatch):
+    """All steps share it. One row of the output map a draft token; labels that cannot be drafted are none."""
+    frozen, head = small_frozen(), small_head("eagle3")
+    batch, counts = small_batch("eagle3", frozen), _counts(TWO_DOCUMENTS)
+    made, logits = [], FrozenTarget.logits
+
+    def spy(self, hidden):
+        made.append((len(hidden), len(self.lm_head)))
+        return logits(self, hidden)
+
+    monkeypatch.setattr(FrozenTarget, "logits", spy)
+    Eagle3Step(head, frozen, num_steps=STEPS)(batch, counts)
+    used = {int(label) + i for i in range(STEPS) for label in batch.label0[batch.room > i]}
+    used = {label for label in used if head.in_draft[batch.label_argmax[label]]}
+    assert made == [(len(used), len(head.draft_ids))]
 
 
 @pytest.mark.parametrize("shapes", [[(5, [(4, 4)])], [(6, [])]])
