@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +14,8 @@ from torch import Tensor, nn
 from eagle_train.distributed import world_size
 from eagle_train.errors import UserError
 from eagle_train.targets.checkpoint import computes_in_bf16
+
+_PARTITIONERS = ("DEEPSPEED", "FSDP", "MEGATRON_LM", "PARALLELISM_CONFIG")  # as accelerate launch names them
 
 
 @dataclass(frozen=True)
@@ -61,17 +64,33 @@ class Processes:
 def join_processes() -> Processes:
     """Join the processes that torchrun or accelerate started, if any.
 
-    Raises UserError unless accelerate sees as many as were launched: some launchers silently leave
-    every process alone, which would train each on a part of the data without ever averaging.
+    Raises UserError unless accelerate and torch see as many as were launched: some launchers silently leave
+    every process alone, which would train each on a part of the data without ever averaging. Raises it too
+    where accelerate's own configuration would partition weights, which leaves gradients unaveraged here.
     """
     from accelerate import Accelerator
 
-    accelerator = Accelerator(cpu=not torch.accelerator.is_available())
-    if accelerator.num_processes != world_size():
-        raise UserError(
-            f"processes: {world_size()} were launched, accelerate sees {accelerator.num_processes}; "
-            "start them with eagle train --processes N or with torchrun"
-        )
+    for name in _PARTITIONERS:
+        if os.environ.get(f"ACCELERATE_USE_{name}", "").lower() == "true":
+            raise UserError(
+                f"accelerate: its configuration asks for {name}, not used here; launch with torchrun, "
+                "or with distributed_type MULTI_GPU; eagle train --deepspeed zero2|zero3 partitions"
+            )
+    # precision and compilation are the recipe's, whatever accelerate is configured to
+    accelerator = Accelerator(
+        cpu=not torch.accelerator.is_available(), mixed_precision="no", dynamo_backend="no"
+    )
+    joined = torch.distributed.is_available() and torch.distributed.is_initialized()
+    seen = {
+        "accelerate": accelerator.num_processes,
+        "torch": torch.distributed.get_world_size() if joined else 1,
+    }
+    for name, number in seen.items():
+        if number != world_size():
+            raise UserError(
+                f"processes: {world_size()} were launched, {name} sees {number}; start them with eagle train "
+                "--processes N or with torchrun"
+            )
     return Processes(accelerator, accelerator.process_index, accelerator.num_processes, accelerator.device)
 
 

@@ -6,7 +6,6 @@ import dataclasses
 import json
 import os
 import signal
-import sys
 import time
 
 import pytest
@@ -16,7 +15,7 @@ from eagle_train.errors import UserError
 from eagle_train.io.tensors import load_tensors
 from eagle_train.losses.acceptance import AcceptanceCounts
 from eagle_train.shards.reader import Shards, open_shards
-from eagle_train.training import loop, trackers
+from eagle_train.training import loop
 from eagle_train.training.checkpoints import read_head
 from eagle_train.training.dry_run import dry_run
 from eagle_train.training.engine import Engine
@@ -25,7 +24,7 @@ from eagle_train.training.interrupt import Interrupt
 from eagle_train.training.loader import Loader
 from eagle_train.training.loop import train
 from eagle_train.training.metrics import read_metrics
-from eagle_train.training.processes import Processes, join_processes, pick_precision
+from eagle_train.training.processes import join_processes
 from eagle_train.training.session import Session, open_session
 
 
@@ -226,22 +225,6 @@ def test_a_budget_of_tokens_ends_with_the_step_that_reaches_it(tmp_path, tiny, t
     assert lines[-2]["tokens"] < 1000 <= summary["tokens"]
 
 
-def test_processes_that_accelerate_does_not_see_are_refused(monkeypatch):
-    assert isinstance(join_processes(), Processes)
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(UserError, match="2 were launched, accelerate sees 1"):
-        join_processes()
-
-
-def test_precision_is_as_asked_or_what_the_device_computes_in(monkeypatch):
-    cpu = torch.device("cpu")
-    assert pick_precision("fp32", cpu) == torch.float32
-    assert pick_precision("bf16", cpu) == torch.bfloat16
-    for native, dtype in ((True, torch.bfloat16), (False, torch.float32)):
-        monkeypatch.setattr("eagle_train.training.processes.computes_in_bf16", lambda _, n=native: n)
-        assert pick_precision("auto", cpu) == dtype
-
-
 def test_the_first_signal_asks_and_a_late_second_one_insists(monkeypatch):
     before = signal.getsignal(signal.SIGINT)
     with Interrupt() as interrupt:
@@ -262,48 +245,6 @@ def test_an_interrupted_evaluation_is_no_evaluation(tmp_path, tiny, tiny_shards_
     assert session.evaluate(interrupt).rounds > 0
     interrupt.asked = True
     assert session.evaluate(interrupt) is None
-
-
-class Notebook:
-    """A tracker that remembers."""
-
-    def __init__(self, run, config):
-        self.run, self.config, self.lines, self.finished = run, config, {}, False
-
-    def log(self, values, step):
-        self.lines[step] = values
-
-    def finish(self):
-        self.finished = True
-
-
-def test_trackers_get_every_line_as_plain_numbers(tmp_path, train_tiny, monkeypatch):
-    opened = []
-    monkeypatch.setitem(
-        trackers._MAKERS, "wandb", lambda *given: opened.append(Notebook(*given)) or opened[-1]
-    )
-    train_tiny("run", trackers=["wandb"])
-    [book] = opened
-    assert book.finished
-    assert book.run == tmp_path / "run"
-    assert book.config["run"]["steps"] == 8
-    assert sorted(book.lines) == list(range(9))
-    line = read_metrics(tmp_path / "run")[4]
-    assert book.lines[4]["loss/1"] == line["loss"][1]
-    assert book.lines[4]["tau"] == line["tau"]
-    assert all(type(value) in (int, float) for values in book.lines.values() for value in values.values())
-
-
-def test_a_tracker_that_is_not_installed_is_one_line(monkeypatch, tmp_path):
-    monkeypatch.setitem(sys.modules, "trackio", None)
-    with pytest.raises(UserError, match="--track: trackio is not installed; pip install trackio"):
-        trackers.open_tracker("trackio", tmp_path, {})
-
-
-def test_tensorboard_writes_events(tmp_path, train_tiny):
-    pytest.importorskip("tensorboard")
-    train_tiny("run", trackers=["tensorboard"])
-    assert list((tmp_path / "run" / "tensorboard").glob("events.out.*"))
 
 
 def test_a_full_disk_is_one_line_and_the_last_checkpoint_stays(tmp_path, train_tiny, monkeypatch):
