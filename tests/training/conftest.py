@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from eagle_train.config import Recipe
+from eagle_train.errors import UserError
 from eagle_train.io.tensors import load_tensors
 from eagle_train.recipe_files import load_recipe
 from eagle_train.shards.reader import Shards
@@ -46,6 +47,17 @@ def train_tiny(tmp_path: Path, tiny: Callable[..., Recipe], shards_of: Callable[
         return train(shards_of(kind), recipe, tmp_path / name, show=False, **options)
 
     return run
+
+
+def refused(shards: Path, recipe: Recipe, out: Path, **options: Any) -> str:
+    """Return the one line by which a run is refused that leaves nothing in `out`."""
+    from eagle_train.training.loop import train
+
+    with pytest.raises(UserError) as caught:
+        train(shards, recipe, out, show=False, **options)
+    assert "\n" not in str(caught.value)
+    assert not (out / "recipe.yaml").exists()
+    return str(caught.value)
 
 
 @pytest.fixture

@@ -15,20 +15,17 @@ from eagle_train.errors import UserError
 from eagle_train.evaluation.predict import predict
 from eagle_train.heads.disk import load_head
 from eagle_train.heads.draft_vocab import choose_draft_ids
-from eagle_train.heads.foreign import read_foreign
+from eagle_train.heads.ttt import unroll
+from eagle_train.losses.acceptance import draft_logits, draft_steps
 from eagle_train.recipe_files import load_recipe
+from eagle_train.shards.batches import counted_rows
 from eagle_train.shards.reader import open_shards
 from eagle_train.targets.extract import extract
 from eagle_train.training import build
 from eagle_train.training.loop import train
+from tests.heads.small import TWO_DOCUMENTS, D, DenseMemory, small_batch, small_frozen, small_head
 
-
-def refused(shards, recipe, out, **options) -> str:
-    with pytest.raises(UserError) as caught:
-        train(shards, recipe, out, show=False, **options)
-    assert "\n" not in str(caught.value)
-    assert not (out / "recipe.yaml").exists()
-    return str(caught.value)
+from .conftest import refused
 
 
 def test_shards_of_another_kind_are_refused(tmp_path, tiny, tiny_shards_dir, tiny_shards_eagle1_dir):
@@ -82,11 +79,6 @@ def test_a_draft_vocabulary_above_the_targets_is_refused(tmp_path, tiny, tiny_sh
     assert "the target has 300 tokens; recipe eagle3-tiny wants head.draft_vocab_size 301" in words
 
 
-def test_a_start_from_a_head_and_from_a_layer_at_once_is_refused(tmp_path, tiny, tiny_shards_dir):
-    words = refused(tiny_shards_dir, tiny("head.init_layer=2"), tmp_path / "a", init_from="head/")
-    assert words.startswith("--init-from head/: head.init_layer 2 also says what to start from; leave one")
-
-
 def test_a_head_too_large_for_memory_is_refused(tmp_path, tiny, tiny_shards_dir, monkeypatch):
     def no_memory(*_):
         raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 1 bytes")
@@ -126,67 +118,6 @@ def test_a_new_head_leaves_the_global_random_state_alone(tiny, tiny_shards_dir):
     assert torch.equal(torch.get_rng_state(), before)
 
 
-@pytest.fixture
-def trained(tmp_path, tiny, tiny_shards_dir):
-    """A run whose head has a vocabulary map that these shards would not choose."""
-    run = tmp_path / "trained"
-    shards = open_shards(tiny_shards_dir)
-    train(tiny_shards_dir, tiny("run.steps=1"), run, show=False)
-    folder = (run / "best").resolve()
-    head = load_head(folder)
-    chosen = torch.arange(300 - 128, 300)
-    assert not torch.equal(chosen, head.draft_ids)
-    from eagle_train.heads.disk import build_head, save_head
-
-    other = build_head(head.config, chosen)
-    other.load_state_dict(dict(head.named_parameters()), strict=False)
-    save_head(other, tmp_path / "head")
-    return run, tmp_path / "head", shards
-
-
-@pytest.mark.parametrize("source", ["run", "head", "made elsewhere"])
-def test_a_warm_start_takes_weights_and_vocabulary_from_its_source(
-    source, tmp_path, tiny, tiny_shards_dir, trained
-):
-    run, folder, shards = trained
-    place = run if source == "run" else folder
-    stored = load_head(run / "best" if source == "run" else folder)
-    if source == "made elsewhere":
-        config = json.loads((folder / "config.json").read_text())
-        del config["eagle_train"]
-        (folder / "config.json").write_text(json.dumps(config))
-    head = build.warm_head(place, tiny(), shards, shards.frozen_target())
-    assert torch.equal(head.draft_ids, stored.draft_ids)
-    assert torch.equal(head.fc.weight, stored.fc.weight)
-    out = tmp_path / "warm"
-    train(tiny_shards_dir, tiny("optim.lr=1e-30"), out, init_from=str(place), show=False)
-    after = load_head(out / "last")
-    assert torch.equal(after.draft_ids, stored.draft_ids)
-    assert torch.allclose(after.fc.weight, stored.fc.weight)
-
-
-def test_a_resume_takes_the_checkpoints_vocabulary(tmp_path, tiny, tiny_shards_dir, trained):
-    _, folder, _ = trained
-    out = tmp_path / "warm"
-    train(tiny_shards_dir, tiny("run.steps=2"), out, init_from=str(folder), show=False)
-    train(tiny_shards_dir, tiny("run.steps=4"), out, resume=True, show=False)
-    assert torch.equal(load_head(out / "last").draft_ids, load_head(folder).draft_ids)
-    assert json.loads((out / "run.json").read_text())["init_from"] == str(folder)
-
-
-def test_a_head_of_other_sizes_is_no_start(tmp_path, tiny, tiny_shards_dir, trained):
-    _, folder, _ = trained
-    words = refused(tiny_shards_dir, tiny("head.fc_norm=true"), tmp_path / "a", init_from=str(folder))
-    assert f"--init-from {folder}: fc_norm False; recipe eagle3-tiny on these shards wants True" in words
-    config = json.loads((folder / "config.json").read_text())
-    larger = shutil.copytree(folder, tmp_path / "larger")
-    (larger / "config.json").write_text(json.dumps(config | {"vocab_size": 320}))
-    words = refused(tiny_shards_dir, tiny(), tmp_path / "a", init_from=str(larger))
-    assert "wanted t2d with 320 entries, found [300]" in words
-    words = refused(tiny_shards_dir, tiny(), tmp_path / "a", init_from=str(tmp_path / "none"))
-    assert "wanted a head or a run" in words
-
-
 def test_a_flipped_bit_in_a_shard_stops_training_and_extract_makes_it_anew(
     tmp_path, tiny, tiny_shards_dir, tiny_rows_dir, tiny_target_dir
 ):
@@ -215,47 +146,6 @@ def test_a_folder_with_other_files_or_another_trainer_is_refused(tmp_path, tiny,
         assert other.stdout.readline() == "held\n"
         assert "another eagle train is at work in it" in refused(tiny_shards_dir, tiny(), busy)
         other.kill()
-
-
-def test_a_warm_start_keeps_layer_ids_and_target_and_refuses_other_layers(
-    tmp_path, tiny, tiny_shards_dir, trained
-):
-    _, folder, shards = trained
-    config = json.loads((folder / "config.json").read_text())
-    foreign = shutil.copytree(folder, tmp_path / "foreign")
-    del config["eagle_train"], config["eagle_config"], config["eagle_aux_hidden_state_layer_ids"]
-    (foreign / "config.json").write_text(json.dumps(config))
-    assert read_foreign(foreign).head.config.feature_layers == ()
-    train(tiny_shards_dir, tiny("run.steps=1"), tmp_path / "warm", init_from=str(foreign), show=False)
-    after = load_head(tmp_path / "warm" / "last").config
-    assert after.feature_layers == tuple(shards.info["layer_ids"]) == (2, 4, 5)
-    assert after.target == shards.info["target"]["name"] != ""
-    config["eagle_config"] = {"eagle_aux_hidden_state_layer_ids": [1, 2, 4]}  # hs[2], hs[3], hs[5]
-    (foreign / "config.json").write_text(json.dumps(config))
-    words = refused(tiny_shards_dir, tiny(), tmp_path / "a", init_from=str(foreign))
-    assert "say --layer-ids 1,2,4 or --layer-ids 2,3,5 (an option of eagle import)" in words
-    config["eagle_aux_hidden_state_layer_ids"] = [2, 3, 5]
-    (foreign / "config.json").write_text(json.dumps(config))
-    words = refused(tiny_shards_dir, tiny(), tmp_path / "a", init_from=str(foreign))
-    assert "feature_layers (2, 3, 5); recipe eagle3-tiny on these shards wants (2, 4, 5)" in words
-
-
-def test_a_warm_start_from_another_toolkit_goes_on_with_its_forward(tmp_path, tiny, tiny_shards_dir, trained):
-    _, folder, _ = trained
-    config = json.loads((folder / "config.json").read_text())
-    foreign = shutil.copytree(folder, tmp_path / "foreign")
-    del config["eagle_train"]
-    changes = {"norm_before_residual": True, "rope_theta": 5e5, "rope_parameters": None, "rms_norm_eps": 2e-6}
-    (foreign / "config.json").write_text(json.dumps(config | changes))
-    train(tiny_shards_dir, tiny("run.steps=1"), tmp_path / "warm", init_from=str(foreign), show=False)
-    after = load_head(tmp_path / "warm" / "last").config
-    assert after.norm_before_residual
-    assert after.rope_parameters["rope_theta"] == 5e5
-    assert after.rms_norm_eps == 2e-6
-    window = {"sliding_window": 4, "layer_types": ["sliding_attention"]}
-    (foreign / "config.json").write_text(json.dumps(config | window))
-    words = refused(tiny_shards_dir, tiny(), tmp_path / "a", init_from=str(foreign))
-    assert "the head sees 4 tokens, the longest row has" in words
 
 
 def test_a_refused_run_leaves_no_folder_behind(tmp_path, tiny, tiny_shards_dir):
@@ -315,3 +205,45 @@ def test_every_switch_of_the_head_is_built_trained_and_written_down(switch, tmp_
     assert getattr(head.config, switch) == json.loads(value)
     before = build.build_head(head.config, head.draft_ids)
     assert {name for name, _ in head.named_parameters()} == {name for name, _ in before.named_parameters()}
+
+
+def test_every_weight_of_the_loss_means_what_the_recipe_says(tiny):
+    """EAGLE-1 with HASS: feature_weight x regression + token_weight x CE + top_k_weight x CE of the top k."""
+    weights = ["loss.feature_weight=1.5", "loss.token_weight=0.2", "loss.top_k=3", "loss.top_k_weight=0.7"]
+    recipe = tiny("loss.ttt_steps=2", "loss.step_decay=0.5", *weights, kind="eagle1")
+    head, frozen = small_head("eagle1"), small_frozen()
+    batch = small_batch("eagle1", frozen)
+    counts = torch.tensor([counted_rows(spans, 2) for _, spans in TWO_DOCUMENTS]).sum(0)
+    wanted = 0.0
+    for step in unroll(head, frozen, batch, 2, memory=DenseMemory):
+        last = batch.label_last[batch.label0[step.index] + step.number]
+        p, log_q = frozen.logits(last).softmax(-1), frozen.logits(step.out).log_softmax(-1)
+        top = p.topk(3, dim=-1).indices
+        cross, of_top = (-(x * y).sum() for x, y in ((p, log_q), (p.gather(-1, top), log_q.gather(-1, top))))
+        regression = torch.nn.functional.smooth_l1_loss(step.out, last, reduction="none").mean(-1).sum()
+        total = 1.5 * regression + 0.2 * cross + 0.7 * of_top
+        wanted = wanted + 0.5**step.number * total / counts[step.number]
+    found = build.head_step(head, frozen, recipe)(batch, counts).loss
+    torch.testing.assert_close(found, wanted, rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("kind", ["eagle3", "medusa"])
+def test_every_setting_of_the_loss_reaches_the_step(kind, tiny):
+    """One written out: total variation, each step half as heavy as the one before."""
+    own = {"eagle3": ["loss.ttt_steps=2"], "medusa": ["head.kind=medusa", "head.medusa_heads=2"]}[kind]
+    recipe = tiny("loss.divergence=tv", "loss.step_decay=0.5", *own)
+    settings = {"medusa_heads": 2, "draft_vocab_size": D} if kind == "medusa" else {}
+    head, frozen = small_head(kind, **settings), small_frozen()
+    batch = small_batch(kind, frozen)
+    counts = torch.tensor([counted_rows(spans, 2) for _, spans in TWO_DOCUMENTS]).sum(0)
+    wanted = 0.0
+    for step in draft_steps(head, frozen, batch, 2):
+        label = batch.label0[step.index] + step.number
+        q = draft_logits(head, step.out, frozen, step.number).softmax(-1)
+        p = frozen.logits(batch.label_last[label])[:, head.draft_ids].softmax(-1)
+        rows = 0.5 * (p - q).abs().sum(-1)[head.in_draft[batch.label_argmax[label]]]
+        wanted = wanted + 0.5**step.number * rows.sum() / counts[step.number]
+    found = build.head_step(head, frozen, recipe)(batch, counts).loss
+    torch.testing.assert_close(found, wanted, rtol=1e-5, atol=0)
+    top = build.head_step(head, frozen, tiny("loss.top_k=4", "loss.top_k_weight=0.7", *own))
+    assert top.top_k == (4, 0.7)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
 import shutil
@@ -9,13 +10,14 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from eagle_train.errors import UserError
 from eagle_train.recipe_files import load_recipe
-from eagle_train.training import checkpoints
+from eagle_train.training import checkpoints, loop
 from eagle_train.training.loop import train
 from eagle_train.training.metrics import read_metrics
 
@@ -24,12 +26,16 @@ def figures(run):
     return [(line["step"], line.get("loss"), line.get("tau")) for line in read_metrics(run)]
 
 
-@pytest.mark.parametrize("kind", ["adamw", "muon", "average", "eagle1"])
+@pytest.mark.parametrize("kind", ["adamw", "muon", "average", "layers", "eagle1"])
 def test_resume_is_bit_exact_mid_epoch_and_three_times_in_a_row(
     kind, tmp_path, train_tiny, weights, interrupt_after
 ):
     """The first interrupt comes at a step whose evaluation is due."""
-    settings = {"muon": ["optim.name=muon"], "average": ["optim.ema=0.9"]}.get(kind, [])
+    settings = {
+        "muon": ["optim.name=muon"],
+        "average": ["optim.ema=0.9"],
+        "layers": ["head.num_hidden_layers=2", "head.layer_ids=[2, 5]"],
+    }.get(kind, [])
     settings += ["data.tokens_per_step=800", "run.steps=9"]
     head = {"kind": "eagle1" if kind == "eagle1" else "eagle3"}
     unbroken = train_tiny("whole", *settings, **head)
@@ -47,6 +53,28 @@ def test_resume_is_bit_exact_mid_epoch_and_three_times_in_a_row(
     assert figures(tmp_path / "whole") == figures(tmp_path / "broken")
     for key in ("tau", "best_tau", "best_step", "tokens"):
         assert summary[key] == unbroken[key]
+
+
+@pytest.mark.parametrize("steps", [None, 5])
+def test_a_clock_that_ends_the_run_goes_on_from_where_it_stood(
+    steps, tmp_path, train_tiny, interrupt_after, monkeypatch
+):
+    """Every reading of the clock is six seconds later, so one minute is ten steps; five may come before."""
+    clock = itertools.count(step=6)
+    monkeypatch.setattr(loop, "time", SimpleNamespace(monotonic=lambda: next(clock)))
+    given = ["run.minutes=1", f"run.steps={'null' if steps is None else steps}", "data.held_out=0"]
+    given += ["schedule.shape=linear", "schedule.warmup_steps=0"]
+    for stop in (3, 1, -1):
+        interrupt_after(stop)
+        if stop > 0:
+            with pytest.raises(KeyboardInterrupt):
+                train_tiny("run", *given)
+    done = train_tiny("run", *given)
+    total = 10 if steps is None else steps
+    lines = read_metrics(tmp_path / "run")
+    assert [line["lr"] for line in lines] == pytest.approx([1e-3 * (1 - i / total) for i in range(total)])
+    assert [line["seconds"] for line in lines] == [6.0 * i for i in range(1, total + 1)]
+    assert done["steps"] == total
 
 
 @pytest.mark.parametrize("number", [1, 2, 3])
