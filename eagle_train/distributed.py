@@ -12,6 +12,8 @@ import sys
 from eagle_train.errors import UserError
 
 _RELAUNCHED = "EAGLE_RELAUNCHED"  # the number that --processes gave
+# Seconds from a signal until torchrun kills: 30 by itself, too few for a large step and its checkpoint.
+_GRACE = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
 
 
 def rank() -> int:
@@ -79,6 +81,7 @@ def relaunch(processes: int, arguments: list[str]) -> None:
     ]
     environment = dict(os.environ)
     environment.setdefault("OMP_NUM_THREADS", str(max(1, num_cores() // processes)))
+    environment.setdefault(_GRACE, "600")
     environment[_RELAUNCHED] = str(processes)
     child = subprocess.Popen(command, env=environment)
     try:

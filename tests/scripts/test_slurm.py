@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 from pathlib import Path
 
 import pytest
+from torch.distributed.run import get_args_parser
 
 SCRIPTS = Path(__file__).parents[2] / "scripts" / "slurm"
 STAND_INS = {
@@ -38,6 +40,20 @@ def launch(tmp_path):
         return done.stdout.splitlines()
 
     return run
+
+
+def test_torchrun_knows_every_word_of_the_launch(launch):
+    """And gives the processes longer to save than its own half a minute, but less than Slurm gives it."""
+    (_, *words), *_ = (line.split() for line in launch("train.sbatch", "shards/", "--out", "run/"))
+    parsed = get_args_parser().parse_args(words)
+    assert (parsed.nnodes, parsed.nproc_per_node, parsed.rdzv_id) == ("2", "4", "42")
+    assert (parsed.rdzv_backend, parsed.rdzv_endpoint) == ("c10d", "node7:29500")
+    assert (parsed.module, parsed.training_script) == (True, "eagle_cli.main")
+    assert parsed.training_script_args == ["train", "shards/", "--out", "run/"]
+    text = (SCRIPTS / "train.sbatch").read_text()
+    (before_the_end,) = re.findall(r"^#SBATCH --signal=TERM@(\d+)$", text, flags=re.M)
+    (to_save,) = re.findall(r"^export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=(\d+)", text, flags=re.M)
+    assert 30 < int(to_save) < int(before_the_end)
 
 
 def test_training_meets_at_the_first_node_with_a_process_for_each_gpu(launch):

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from torch import nn
 
+from eagle_train import distributed
 from eagle_train.errors import UserError
 from eagle_train.training.processes import Processes, join_processes, pick_precision
 
@@ -60,3 +63,17 @@ def test_weights_that_accelerate_would_partition_are_refused(name, monkeypatch):
         UserError, match=f"its configuration asks for {name}, .*eagle train --deepspeed zero2"
     ):
         join_processes()
+
+
+@pytest.mark.parametrize(("given", "wanted"), [(None, "600"), ("5", "5")])
+def test_processes_that_are_stopped_get_longer_to_save_than_torchruns_half_a_minute(
+    given, wanted, monkeypatch
+):
+    name, seen = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT", {}
+    monkeypatch.delenv(name, raising=False)
+    if given:
+        monkeypatch.setenv(name, given)
+    child = SimpleNamespace(wait=lambda: 0)
+    monkeypatch.setattr(distributed.subprocess, "Popen", lambda _, env: seen.update(env) or child)
+    distributed.relaunch(2, ["train"])
+    assert seen[name] == wanted
