@@ -41,14 +41,14 @@ class Classes(Generic[Key]):
 
 
 class SizeClasses(Classes[int]):
-    """Rounds by how many tokens stood before them, in classes 1-1, 2-3, 4-7, .."""
+    """Rounds by how many tokens stood before them, in classes 1, 2-3, 4-7, .."""
 
     def add(self, key: int, emitted: float, rounds: float = 1) -> None:
         """Count rounds before which `key` tokens stood."""
         super().add(key.bit_length(), emitted, rounds)
 
     def _name(self, key: int) -> str:
-        return f"{2 ** (key - 1)}-{2**key - 1}"
+        return "1" if key == 1 else f"{2 ** (key - 1)}-{2**key - 1}"
 
 
 @dataclass(frozen=True)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from eagle_train.evaluation.report import predicted_lines, short_sources, way_name
+from eagle_train.evaluation.report import output_words, predicted_lines, short_sources, way_name
 from eagle_train.evaluation.tables import cells, set_name
 from eagle_train.page import as_html, as_text, check_matplotlib, figure, plot
 from eagle_train.progress import counted
@@ -28,6 +28,7 @@ def as_page(reports: Sequence[dict[str, Any]]) -> str:
     for report in reports:
         name = f"{set_name(report)} {report['temperature']}"
         parts.append(f"<h2>{as_text(set_name(report))}, temperature {report['temperature']:g}</h2>")
+        parts.append(_figures(report))
         parts += [plot(caption, draw, report, f"{caption} {name}") for _, caption, draw in _PLOTS]
         drawn = zip(_names(report), report["results"], strict=True)
         parts += [_drawn_round(name, result["a_round"]) for name, result in drawn if result.get("a_round")]
@@ -63,11 +64,31 @@ def _names(report: dict[str, Any]) -> list[str]:
 
 def _table(reports: Sequence[dict[str, Any]]) -> str:
     heads, table = cells(reports)
+    return _html_table(heads, table.items())
+
+
+def _figures(report: dict[str, Any]) -> str:
+    """Return what a table over all sets has no room for: speeds, and whether the output is plain decoding's."""
+    heads = ["tau", "tokens per second", "times plain decoding", "a round takes", "output"]
+    alone = ["1.000", f"{report['plain']['tokens_per_second']:.1f}", "1.00", "1.00 plain tokens", ""]
+    ways = [
+        [
+            f"{result['tau']:.3f}",
+            f"{result['tokens_per_second']:.1f}",
+            f"{result['speedup']:.2f}",
+            f"{result['round_cost']:.2f} plain tokens",
+            output_words(result),
+        ]
+        for result in report["results"]
+    ]
+    return _html_table(heads, [("plain", alone), *zip(_names(report), ways, strict=True)])
+
+
+def _html_table(heads: Sequence[str], rows: Iterable[tuple[str, Sequence[str]]]) -> str:
     lines = ["<tr><th></th>" + "".join(f"<th>{as_text(head)}</th>" for head in heads) + "</tr>"]
-    for name, values in table.items():
-        lines.append(
-            f"<tr><th>{as_text(name)}</th>" + "".join(f"<td>{as_text(v)}</td>" for v in values) + "</tr>"
-        )
+    for name, values in rows:
+        cells_of = "".join(f"<td>{as_text(value)}</td>" for value in values)
+        lines.append(f"<tr><th>{as_text(name)}</th>{cells_of}</tr>")
     return f"<table>{''.join(lines)}</table>"
 
 
@@ -81,9 +102,10 @@ def _by_position(axes: Any, report: dict[str, Any]) -> None:
 
 def _histogram(axes: Any, report: dict[str, Any]) -> None:
     width = 0.8 / max(1, len(report["results"]))
+    first = -width * (len(report["results"]) - 1) / 2  # so that the bars of a count stand about its mark
     for number, (name, result) in enumerate(zip(_names(report), report["results"], strict=True)):
         counts = result["accepted_histogram"]
-        places = [k + width * number for k in range(len(counts))]
+        places = [k + first + width * number for k in range(len(counts))]
         axes.bar(places, counts, width=width, label=name)
     axes.set(xlabel="accepted guesses", ylabel="rounds")
     axes.xaxis.get_major_locator().set_params(integer=True)
@@ -102,6 +124,7 @@ def _classes(key: str, label: str, line: str = "-") -> Callable[[Any, dict[str, 
             if taus := result[key]:
                 axes.plot(list(taus), list(taus.values()), marker="o", linestyle=line, label=name)
         axes.set(xlabel=label, ylabel="tau")
+        axes.set_ylim(bottom=1)  # that of a head that is never right
         axes.tick_params(axis="x", labelsize=8)
 
     return draw

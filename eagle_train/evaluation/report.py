@@ -99,12 +99,13 @@ def _result_lines(result: dict[str, Any]) -> list[str]:
         f"decoding ({result['speedup_with_prefill']:.2f} with the prefill)",
         f"  a round takes             {result['round_cost']:.2f} times as long as a plain token"
         + ("" if result["speedup"] >= 1 else f", more than the {result['tau']:.2f} tokens it gives"),
-        f"  output                    {_lossless(result)}",
+        f"  output                    {output_words(result)}",
     ]
     return found + _tau_by(result)
 
 
-def _lossless(result: dict[str, Any]) -> str:
+def output_words(result: dict[str, Any]) -> str:
+    """Say whether the output was plain decoding's own."""
     if result["lossless"] is None:
         return "sampled: the target's law is kept by the rule of verification"
     if result["lossless"]:

@@ -92,8 +92,8 @@ def _recipe_text(file: Path) -> str:
 def page(folder: Path, record: dict[str, Any], lines: Lines) -> str:
     """Return the page of a run whose run.json is `record` and whose metrics are `lines`."""
     check_matplotlib("eagle report")
-    facts = [(words, record[key]) for key, words in _FACTS if record.get(key) not in (None, "")]
-    rows = "".join(f"<tr><th>{as_text(words)}</th><td>{as_text(_number(x))}</td></tr>" for words, x in facts)
+    facts = [(words, _shown(key, record[key])) for key, words in _FACTS if record.get(key) not in (None, "")]
+    rows = "".join(f"<tr><th>{as_text(words)}</th><td>{as_text(x)}</td></tr>" for words, x in facts)
     parts = [
         f"<h1>{as_text(folder.resolve().name)}: {as_text(record.get('recipe'))}</h1>",
         f"<p>{as_text(_course(lines))}</p><table>{rows}</table>",
@@ -119,7 +119,9 @@ def _course(lines: Lines) -> str:
     return words + "."
 
 
-def _number(value: Any) -> Any:
+def _shown(key: str, value: Any) -> Any:
+    if key == "coverage" and type(value) is float:
+        return f"{value:.2%}"
     return f"{value:,}" if type(value) is int else value
 
 

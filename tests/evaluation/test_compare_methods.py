@@ -10,6 +10,7 @@ import xml.etree.ElementTree as ET
 
 import pytest
 import torch
+from matplotlib.figure import Figure
 
 from eagle_cli.main import main
 from eagle_train.decoding import loop
@@ -20,7 +21,7 @@ from eagle_train.decoding.sampling import Sampling
 from eagle_train.evaluation import comparison
 from eagle_train.evaluation.evaluate import evaluate
 from eagle_train.evaluation.methods import Method, Sizes, entries_of
-from eagle_train.evaluation.page import as_page
+from eagle_train.evaluation.page import _histogram, as_page
 from eagle_train.evaluation.questions import Question
 from eagle_train.evaluation.report import lines, short_sources
 from eagle_train.evaluation.tables import as_csv, as_lines
@@ -123,8 +124,8 @@ def test_progress_moves_within_an_answer(target, monkeypatch):
 
 def test_acceptance_is_told_by_place_and_by_the_length_of_the_text(reports):
     for result in reports[0]["results"]:
-        assert set(result["tau_by_place"]) <= {"1-1", "2-3", "4-7", "8-15"}
-        assert result["tau_by_place"]["1-1"] >= 1
+        assert set(result["tau_by_place"]) <= {"1", "2-3", "4-7", "8-15"}
+        assert result["tau_by_place"]["1"] >= 1
         assert all(1 <= tau <= result["tree"]["depth"] + 1 for tau in result["tau_by_context"].values())
 
 
@@ -139,6 +140,14 @@ def test_the_table_holds_every_method_under_every_temperature(reports):
     assert len(table) == 2 * (1 + 6)
     assert [row["method"] for row in table[:3]] == ["plain", "prompt-lookup", "lookahead"]
     assert float(table[1]["tau"]) == reports[0]["results"][0]["tau"]
+
+
+def test_bars_of_a_count_stand_about_its_mark(reports):
+    axes = Figure().subplots()
+    _histogram(axes, reports[0])
+    bars = [(bar.get_x(), bar.get_x() + bar.get_width()) for group in axes.containers for bar in group[1:2]]
+    assert len(bars) == 6
+    assert (min(left for left, _ in bars) + max(right for _, right in bars)) / 2 == pytest.approx(1)
 
 
 def test_two_ways_by_one_method_are_told_apart_by_what_they_read(target):
@@ -184,6 +193,8 @@ def test_the_page_stands_alone_and_its_plots_and_trees_are_drawn(reports):
         own = set(re.findall(r'href="#(\w+)"|url\(#(\w+)\)', picture)) - {("", "")}
         assert not referred & own  # ids on one page are each picture's own
         referred |= own
+    assert page.count("<td>equal to plain decoding on every prompt</td>") == 6
+    assert page.count("<td>sampled: the target") == 6
     own = next(r for r in reports[0]["results"] if r["method"] == "draft-model")["a_round"]
     assert own["accepted"] == [1, 2]
     assert own["parents"] == [-1, 0, 1]

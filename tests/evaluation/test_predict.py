@@ -113,7 +113,7 @@ def test_a_sampled_chain_is_expected_to_take_the_rounds_it_took(target, answered
     assert 1 < warm["tau"] < 4
     assert warm["tau"] != pytest.approx(greedy["tau"], abs=0.05)
     assert "as expected" in "\n".join(predicted_lines(warm))
-    assert {"1-1", "2-3", "4-7"} <= set(warm["tau_by_place"])
+    assert {"1", "2-3", "4-7"} <= set(warm["tau_by_place"])
     assert all(1 <= tau <= 4 for key in ("place", "context") for tau in warm[f"tau_by_{key}"].values())
     assert "tau by context" in "\n".join(predicted_lines(warm))
     assert set(warm["tau_by_category"]) == {"moon", "none", "sea"}
