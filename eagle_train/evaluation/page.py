@@ -68,7 +68,7 @@ def _table(reports: Sequence[dict[str, Any]]) -> str:
 
 
 def _figures(report: dict[str, Any]) -> str:
-    """Return what a table over all sets has no room for: speeds, and whether the output is plain decoding's."""
+    """Return what the table over all sets has no room for: speeds, and what the output is."""
     heads = ["tau", "tokens per second", "times plain decoding", "a round takes", "output"]
     alone = ["1.000", f"{report['plain']['tokens_per_second']:.1f}", "1.00", "1.00 plain tokens", ""]
     ways = [
