@@ -70,7 +70,7 @@ def relaunch(processes: int, arguments: list[str]) -> None:
     command = [
         sys.executable,
         "-m",
-        "torch.distributed.run",
+        "eagle_train.launcher",
         "--standalone",
         f"--nproc-per-node={processes}",
         "--no-python",

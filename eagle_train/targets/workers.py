@@ -8,6 +8,7 @@ from typing import Any
 
 from eagle_train import distributed
 from eagle_train.errors import UserError
+from eagle_train.io.paths import make_folder
 from eagle_train.targets.extract import extract, summary_of
 from eagle_train.targets.survey import Survey, default_processes, refuse_full_disk, survey
 from eagle_train.targets.tensor_parallel import check_devices, joined
@@ -68,6 +69,7 @@ def start_workers(
     if not ignore_disk:
         refuse_full_disk(work, Path(out))
     who = f"{count} processes with a part of the target each" if tensor_parallel else f"{count} workers"
+    make_folder(out)  # here, so that a path that cannot be one is refused once
     print(f"{work.size_text()}; {who}", file=sys.stderr)
     distributed.relaunch(
         count, _arguments(work, str(rows_dir), str(target), str(out), settings, max_bad_rows)

@@ -47,6 +47,7 @@ def places(tiny_target_dir, tiny_rows_dir, tiny_shards_dir, tmp_path_factory) ->
             "extract {rows} --target {target} --out {rows}",
             "{rows}: holds rows of eagle prepare; choose another",
         ),
+        ("extract {rows} --target {target} --out {chats} --processes 2", "{chats}: File exists (a file of"),
         ("prepare {chats} --target {rows} --out {new}", "{rows}: rows of eagle prepare, wanted the target: "),
         (
             "prepare {text} --target {target} --out {new}",

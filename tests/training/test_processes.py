@@ -77,3 +77,11 @@ def test_processes_that_are_stopped_get_longer_to_save_than_torchruns_half_a_min
     monkeypatch.setattr(distributed.subprocess, "Popen", lambda _, env: seen.update(env) or child)
     distributed.relaunch(2, ["train"])
     assert seen[name] == wanted
+
+
+def test_a_process_that_fails_says_why_and_torchrun_adds_nothing(tmp_path, capfd):
+    with pytest.raises(UserError, match="one of the 2 processes failed"):
+        distributed.relaunch(2, ["inspect", str(tmp_path / "none")])
+    said = capfd.readouterr().err.splitlines()
+    assert said
+    assert all(line.startswith(f"error: {tmp_path}/none/rows.json: not found; ") for line in said)
