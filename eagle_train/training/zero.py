@@ -188,28 +188,51 @@ class ZeroEngine:
 
     def load(self, folder: Path) -> None:
         """Go on from a checkpoint whose head this engine was made of. Raises UserError."""
-        from deepspeed.utils import safe_set_full_optimizer_state
-
         tensors, _ = load_tensors(folder / TENSORS)
-        steps = 0.0
-        for name, parameter in self.head.named_parameters():
+        parameters = dict(self.head.named_parameters())
+        for name in (f"{name}/{key}" for name in parameters for key in (*_STATE, "step")):
+            if name not in tensors:
+                raise UserError(f"{folder / TENSORS}: lacks {name}; not an AdamW run of this head")
+        self._begin_state(float(tensors[f"{next(iter(parameters))}/step"]))
+        for name, parameter in parameters.items():
             for key in _STATE:
-                if f"{name}/{key}" not in tensors:
-                    raise UserError(f"{folder / TENSORS}: lacks {name}/{key}; not an AdamW run of this head")
-                safe_set_full_optimizer_state(parameter, tensors[f"{name}/{key}"], key)
-            steps = float(tensors[f"{name}/step"])
-        for state in self._engine.optimizer.optimizer.state.values():
-            state["step"] = torch.tensor(steps)
+                self._put(parameter, tensors[f"{name}/{key}"], key)
+
+    def _begin_state(self, steps: float) -> None:
+        """Make the optimizer's state, which before its first step is not there to be set."""
+        optimizer = self._engine.optimizer
+        whole = self._stage < 3
+        masters = (
+            optimizer.single_partition_of_fp32_groups if whole else optimizer.fp32_partitioned_groups_flat
+        )
+        for master in masters:
+            zeros = {key: torch.zeros_like(master, requires_grad=False) for key in _STATE}
+            optimizer.optimizer.state[master] = {"step": torch.tensor(steps), **zeros}
+        if whole:
+            optimizer._lazy_init_hp_params_optimizer_state()
 
     def _num_steps(self) -> float:
         return float(next(iter(self._engine.optimizer.optimizer.state.values()))["step"])
 
     def _set(self, weights: dict[str, Tensor]) -> None:
         """Put float32 weights into the masters, which DeepSpeed makes from rounded ones."""
-        from deepspeed.utils import safe_set_full_fp32_param
-
         for name, parameter in self.head.named_parameters():
-            safe_set_full_fp32_param(parameter, weights[name])
+            self._put(parameter, weights[name])
+
+    def _put(self, parameter: nn.Parameter, value: Tensor, key: str | None = None) -> None:
+        """Set a parameter's master, or `key` of its optimizer state, to a whole float32 tensor."""
+        from deepspeed import utils
+
+        state = () if key is None else (key,)
+        if self._stage < 3:
+            put = utils.safe_set_full_fp32_param if key is None else utils.safe_set_full_optimizer_state
+            put(parameter, value, *state)
+            return
+        # equal shares, the last one padded, which DeepSpeed's own function for whole tensors does not cut
+        share = parameter.ds_tensor.numel()
+        value = nn.functional.pad(value.flatten(), (0, share * self.processes.world - value.numel()))
+        put = utils.safe_set_local_fp32_param if key is None else utils.safe_set_local_optimizer_state
+        put(parameter, value.narrow(0, share * self.processes.rank, share), *state)
 
 
 def check_optimizer(recipe: OptimRecipe) -> None:

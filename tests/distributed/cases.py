@@ -29,6 +29,7 @@ SETTINGS = [
     "data.held_out=3",
 ]
 EAGLE1 = ["head.kind=eagle1", "head.draft_vocab_size=null", "loss.noise=0.2"]
+LAYERS = ["head.num_hidden_layers=2", "head.layer_ids=[2, 5]", "schedule.shape=constant"]
 CASES = {
     "three rows a step": ["data.rows_per_step=3"],
     "one row a step": ["data.rows_per_step=1"],
@@ -40,6 +41,9 @@ CASES = {
     "online, three rows a step": ["data.rows_per_step=3"],
     "passing, three rows a step": ["data.rows_per_step=3"],
     "zero2, bf16": ["data.rows_per_step=3", "run.precision=bf16"],
+    "begun by one, going on": [*LAYERS, "data.rows_per_step=3"],
+    "zero2, going on": [*LAYERS, "data.rows_per_step=3"],
+    "zero3, going on": [*LAYERS, "data.rows_per_step=1"],
 }
 LIVE = {
     "online": lambda target: LiveTarget(target, "fp32"),
@@ -59,18 +63,24 @@ class Places:
     out: str
 
 
-def run(name: str, places: Places) -> None:
-    """Train one case into out/NAME; a case named after a stage uses it, but in one process."""
+def run(name: str, places: Places, until: int | None = None) -> None:
+    """Train one case into out/NAME, or go on with it; a case named after a stage uses it, but in one process.
+
+    It ends after `until` steps, where given.
+    """
     read = Shards.read
     stage = name.split(",")[0] if name.startswith("zero") and world_size() > 1 else None
     if "NaN" in name:
         Shards.read = _reading_nan(read)  # type: ignore[method-assign]
     try:
-        recipe = load_recipe("eagle3-tiny", [*SETTINGS, *CASES[name]])
+        steps = [] if until is None else [f"run.steps={until}"]
+        recipe = load_recipe("eagle3-tiny", [*SETTINGS, *CASES[name], *steps])
         source = places.shards_eagle1 if "eagle1" in name else places.shards
         live = LIVE.get(name.split(",")[0], lambda target: None)(places.target)
         source = places.rows if live else source
-        train(source, recipe, Path(places.out) / name, live=live, deepspeed=stage, show=False)
+        out = Path(places.out) / name
+        begun = (out / "recipe.yaml").is_file()
+        train(source, recipe, out, live=live, resume=begun, deepspeed=stage, show=False)
     finally:
         Shards.read = read  # type: ignore[method-assign]
 
@@ -89,5 +99,8 @@ if __name__ == "__main__":
     with_deepspeed = find_spec("deepspeed") is not None
     for case in CASES:
         if with_deepspeed or not case.startswith("zero"):
-            run(case, Places(*sys.argv[1:]))
+            places = Places(*sys.argv[1:])
+            if case in ("zero2, going on", "zero3, going on"):
+                run(case, places, until=3)
+            run(case, places)
     leave_processes()

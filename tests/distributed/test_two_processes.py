@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import shutil
 import signal
 import subprocess
 import sys
@@ -44,10 +45,11 @@ def runs(
     two = dataclasses.replace(one, out=str(out / "two"))
     launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(Path(cases.__file__))]
     launch += dataclasses.astuple(two)
+    cases.run("begun by one, going on", two, until=3)
     child = command(*launch)
     for name in cases.CASES:
         cases.run(name, one)
-    _, stderr = child.communicate(timeout=300)
+    _, stderr = child.communicate(timeout=900)
     assert child.returncode == 0, stderr
     assert "deprecated" not in stderr
     return lambda name: [out / "one" / name, out / "two" / name]
@@ -96,13 +98,25 @@ def test_partitioned_weights_train_as_whole_ones(name, runs):
     assert_equal_runs(*runs(name))
 
 
-def test_a_partitioned_run_goes_on_in_one_process(runs, tiny_shards_dir):
-    pytest.importorskip("deepspeed")
-    for out in runs("zero3, one row a step"):
-        changes = ["data.rows_per_step=1", "run.steps=8"]
-        recipe = load_recipe("eagle3-tiny", [*cases.SETTINGS, *changes])
+@pytest.mark.parametrize("name", ["begun by one, going on", "zero2, going on", "zero3, going on"])
+def test_a_run_of_two_that_goes_on_equals_an_unbroken_one_of_one(name, runs):
+    """From a checkpoint of one process or of the same stage; a head of two layers reads two features."""
+    if name.startswith("zero"):
+        pytest.importorskip("deepspeed")
+    one, two = runs(name)
+    assert load_head(two / "last").config.feature_layers == (2, 5)
+    assert_equal_runs(one, two)
+
+
+@pytest.mark.parametrize("name", ["three rows a step", "zero3, one row a step"])
+def test_a_run_of_two_goes_on_in_one_process(name, runs, tmp_path, tiny_shards_dir):
+    if name.startswith("zero"):
+        pytest.importorskip("deepspeed")
+    recipe = load_recipe("eagle3-tiny", [*cases.SETTINGS, *cases.CASES[name], "run.steps=8"])
+    copies = [shutil.copytree(out, tmp_path / out.parent.name, symlinks=True) for out in runs(name)]
+    for out in copies:
         assert train(tiny_shards_dir, recipe, out, resume=True, show=False)["steps"] == 8
-    assert_equal_runs(*runs("zero3, one row a step"))
+    assert_equal_runs(*copies)
 
 
 def test_partitioned_bf16_weights_have_float32_masters_that_are_saved(runs):
