@@ -42,7 +42,10 @@ def run(
     no_processors: options.NoProcessors = False,
     trust_remote_code: options.TrustRemoteCode = False,
     out: str | None = typer.Option(
-        None, "--out", metavar="FILE.json", help="Write the draft found, for --draft FILE.json."
+        None,
+        "--out",
+        metavar="FILE.json",
+        help="Write the draft found, for --draft FILE.json: a new file, or over an earlier draft.",
     ),
     as_json: options.AsJson = False,
 ) -> int:

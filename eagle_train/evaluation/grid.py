@@ -10,7 +10,7 @@ from typing import Any
 from eagle_train.decoding.sampling import Sampling
 from eagle_train.errors import UserError
 from eagle_train.evaluation.evaluate import evaluate
-from eagle_train.evaluation.outputs import check_output
+from eagle_train.evaluation.outputs import check_output, refuse_foreign
 from eagle_train.evaluation.page import TITLE, as_page, predicted_page
 from eagle_train.evaluation.questions import read_questions
 from eagle_train.evaluation.tables import as_csv
@@ -61,17 +61,11 @@ def check_reports(paths: Sequence[str]) -> None:
         if Path(path).suffix not in FORMATS:
             raise UserError(f"--report {path}: wanted a file ending in {', '.join(FORMATS)}")
         check_output("--report", path)
-        if Path(path).exists() and not _is_report(Path(path)):
-            raise UserError(
-                f"--report {path}: there is a file that is no report of eagle eval, wanted a new name or "
-                "that of an earlier report; choose another --report"
-            )
+        refuse_foreign("--report", path, _is_report, "report of eagle eval")
 
 
 def _is_report(file: Path) -> bool:
     """Return whether `file` holds what `write_reports` or ``--json`` gives, in the format of its ending."""
-    if not file.is_file():
-        return False
     if file.suffix == ".json":
         try:
             value = read_json(file, "")

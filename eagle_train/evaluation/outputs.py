@@ -1,9 +1,10 @@
-"""Whether a file of figures can be written, asked before the hours that make them."""
+"""Whether a file of figures can be written, and what it would replace: asked before the hours they take."""
 
 from __future__ import annotations
 
 import os
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 from eagle_train.errors import UserError
@@ -29,3 +30,15 @@ def check_output(option: str, path: str | os.PathLike[str]) -> None:
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
         raise UserError(f"{option} {path}: cannot be written ({reason}); choose another {option}") from error
+
+
+def refuse_foreign(
+    option: str, path: str | os.PathLike[str], is_earlier: Callable[[Path], bool], what: str
+) -> None:
+    """Raise UserError, naming `option`, where `path` is there and is not an earlier `what`, which may go."""
+    file = Path(path)
+    if file.exists() and not (file.is_file() and is_earlier(file)):
+        raise UserError(
+            f"{option} {path}: there is a file that is no {what}, wanted a new name or that of an earlier "
+            f"one; choose another {option}"
+        )

@@ -14,13 +14,13 @@ from eagle_train.decoding.drafters import HeadDrafter
 from eagle_train.decoding.law import own_law
 from eagle_train.decoding.loop import Settings, plain
 from eagle_train.decoding.sampling import Sampling
-from eagle_train.decoding.shapes import Chain, Dynamic, Shape, Static, write_shape
+from eagle_train.decoding.shapes import Chain, Dynamic, Shape, Static, read_shape, write_shape
 from eagle_train.decoding.trees import StaticShape, best_paths
 from eagle_train.errors import UserError
 from eagle_train.evaluation.evaluate import evaluate
 from eagle_train.evaluation.heads import open_head
 from eagle_train.evaluation.machine import PASSES, Machine, measure
-from eagle_train.evaluation.outputs import check_output
+from eagle_train.evaluation.outputs import check_output, refuse_foreign
 from eagle_train.evaluation.questions import Question, conversations, read_questions
 from eagle_train.evaluation.replay import Tables, replay_chain, replay_paths, tables
 from eagle_train.evaluation.report import draft_name, own_names
@@ -84,6 +84,7 @@ def tune(
         if Path(out).suffix != ".json":
             raise UserError(f"--out {out}: wanted a file ending in .json, as --draft takes it")
         check_output("--out", out)
+        refuse_foreign("--out", out, _is_draft, "draft of eagle tune")
     if not isinstance(target, Target):
         target = load_target(target, dtype=dtype, trust_remote_code=trust_remote_code)
     # a copy: measuring casts it
@@ -123,6 +124,7 @@ def tune(
         command="tune",
     )
     if out is not None:
+        refuse_foreign("--out", out, _is_draft, "draft of eagle tune")  # what came there meanwhile
         write_shape(out, best.shape)
     return {
         "head": str(head) if isinstance(head, str | Path) else "as given",
@@ -143,6 +145,14 @@ def tune(
         "wins": report["speedup"] > 1,
         "measured": report,
     }
+
+
+def _is_draft(file: Path) -> bool:
+    try:
+        read_shape(file)
+    except UserError:
+        return False
+    return True
 
 
 def answered(

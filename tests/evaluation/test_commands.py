@@ -208,12 +208,28 @@ def test_a_file_that_is_no_report_is_not_replaced_by_one(name, content, given, t
     assert file.read_text() == content
 
 
-def test_shards_do_not_lose_their_record_to_a_report(tiny_shards_dir, capsys):
+@pytest.mark.parametrize(
+    ("command", "option", "words"),
+    [
+        (["eval", "no-head", "--predict", "no-shards"], "--report", "report of eagle eval"),
+        (["tune", "no-head", "--target", "no-target"], "--out", "draft of eagle tune"),
+    ],
+)
+def test_shards_do_not_lose_their_record_to_figures(command, option, words, tiny_shards_dir, capsys):
     record = tiny_shards_dir / MANIFEST
     before = record.read_bytes()
-    assert eagle("eval", "no-head", "--predict", tiny_shards_dir, "--report", record) == 2
-    assert f"--report {record}: there is a file that is no report" in capsys.readouterr().err
+    assert eagle(*command, option, record) == 2  # nothing is loaded before
+    assert f"error: {option} {record}: there is a file that is no {words}, " in capsys.readouterr().err
     assert record.read_bytes() == before
+
+
+def test_a_draft_takes_the_place_of_an_earlier_one_alone(tmp_path, capsys):
+    file = tmp_path / "a.json"
+    for content, is_draft in (("", False), ("{}", False), ('{"draft": "chain", "gamma": 2}', True)):
+        file.write_text(content)
+        assert eagle("tune", "no-head", "--target", "./no-target", "--out", file) == 2
+        assert ("no draft of eagle tune" in capsys.readouterr().err) is not is_draft
+        assert file.read_text() == content
 
 
 def test_a_file_of_figures_may_lie_in_a_new_folder(tmp_path):
