@@ -39,6 +39,12 @@ def run(
     return options.fail_on(fault(report["evaluation"]))
 
 
+def kept(out: Path, **_: Any) -> str:
+    """Say what an interrupted demo leaves."""
+    made = (out / "rows" / "rows.json").is_file()
+    return "finished stages are kept" if made else "no stage was finished yet"
+
+
 def _show(report: dict[str, Any], out: Path) -> None:
     from rich.console import Console
 

@@ -109,6 +109,11 @@ def run(
         _report(summary, rows, target, as_json)
 
 
+def kept(out: Path, **_: Any) -> str:
+    """Say what an interrupted extraction leaves."""
+    return "finished shards are kept" if any(out.glob("shard-*.safetensors")) else "no shard was finished yet"
+
+
 def _report(summary: dict[str, Any], rows: Path, target: str, as_json: bool) -> None:
     if as_json:
         print(json.dumps(summary))

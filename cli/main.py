@@ -7,15 +7,19 @@ Command files import nothing heavy at their top, so that ``--help`` answers at o
 
 from __future__ import annotations
 
+import functools
 import os
 import signal
 import sys
+import traceback
 import warnings
-from typing import NoReturn
+from collections.abc import Callable
+from typing import Any, NoReturn
 
 import typer
 
 from eagle_train.errors import UserError
+from eagle_train.launch import leave_words
 
 from . import (
     demo,
@@ -43,6 +47,25 @@ app = typer.Typer(
     rich_markup_mode="markdown",
     pretty_exceptions_enable=False,
 )
+
+
+class _InterruptedError(Exception):
+    """An interruption of which something is known to be kept, or not."""
+
+
+def _saying_what_is_kept(work: Callable[..., Any], kept: Callable[..., str]) -> Callable[..., Any]:
+    """Return the command `work`; when it is interrupted, `kept` is asked what is there by then."""
+
+    @functools.wraps(work)
+    def run(**given: Any) -> Any:
+        try:
+            return work(**given)
+        except KeyboardInterrupt as error:
+            raise _InterruptedError(kept(**given)) from error
+
+    return run
+
+
 for _command in (
     prepare,
     regenerate,
@@ -60,14 +83,9 @@ for _command in (
     import_,
     demo,
 ):
-    app.command(name=_command.NAME, help=_command.HELP, epilog=_command.EXAMPLES)(_command.run)
+    _work = _saying_what_is_kept(_command.run, _command.kept) if hasattr(_command, "kept") else _command.run
+    app.command(name=_command.NAME, help=_command.HELP, epilog=_command.EXAMPLES)(_work)
 
-_KEEPS = {
-    "regenerate": "answers",
-    "extract": "shards",
-    "train": "steps",
-    "demo": "stages",
-}  # when interrupted
 _USAGE_ERROR: type[Exception] = typer.BadParameter.__mro__[2]  # ClickException, wherever typer has it from
 
 
@@ -85,10 +103,13 @@ def main(arguments: list[str] | None = None) -> NoReturn:
     os.environ.setdefault("HF_HUB_VERBOSITY", "error")  # what fails is said once, not at every retry
     signal.signal(signal.SIGTERM, _terminate)
     warnings.formatwarning = lambda message, *_, **__: f"warning: {message}\n"  # type: ignore[assignment]
+    kept = ""
     try:
         code = app(args=arguments, prog_name="eagle", standalone_mode=False)
     except UserError as error:
         code = _say(f"error: {error}", 2)
+    except _InterruptedError as error:
+        code, kept = 130, f"{error}, "
     except (typer.Abort, KeyboardInterrupt):
         code = 130
     except BrokenPipeError:
@@ -97,10 +118,12 @@ def main(arguments: list[str] | None = None) -> NoReturn:
     except _USAGE_ERROR as error:
         text = _usage(error)  # empty where help was shown because nothing was asked for
         code = _say(f"error: {text}", 2) if text else 2
+    except Exception:
+        code = 1
+        if not leave_words(traceback.format_exc(), code):
+            raise
     if code == 130:  # also where typer itself turned Ctrl-C into this code
-        named = (sys.argv[1:] if arguments is None else arguments)[:1]
-        kept = _KEEPS.get(named[0] if named else "")
-        _say(f"interrupted; {f'finished {kept} are kept, ' if kept else ''}give the same command again", 130)
+        _say(f"interrupted; {kept}give the same command again", code)
     sys.exit(code if isinstance(code, int) else 0)
 
 
@@ -118,7 +141,9 @@ def _terminate(signum: int, frame: object) -> NoReturn:
 
 
 def _say(text: str, code: int) -> int:
-    print(text, file=sys.stderr)
+    """Say how this process ends; where one command started several, that one says it."""
+    if not leave_words(text.removeprefix("error: "), code):
+        print(text, file=sys.stderr)
     return code
 
 

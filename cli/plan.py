@@ -39,8 +39,17 @@ def run(
     processes: int | None = typer.Option(
         None, "--processes", min=1, help="Extraction workers; default as many as extract would start."
     ),
-    seconds: float = typer.Option(
-        10.0, "--seconds", min=0, max=3600, help="Try extraction and training so long each; 0 leaves it out."
+    tensor_parallel: int | None = typer.Option(
+        None,
+        "--tensor-parallel",
+        help="As for extract: the memory is that of one of so many processes. Nothing is tried then.",
+    ),
+    seconds: float | None = typer.Option(
+        None,
+        "--seconds",
+        min=0,
+        max=3600,
+        help="Try extraction and training so long each; default 10, 0 leaves it out.",
     ),
     trust_remote_code: options.TrustRemoteCode = False,
     as_json: options.AsJson = False,
@@ -57,6 +66,7 @@ def run(
         dtype=dtype,
         device=device,
         processes=processes,
+        tensor_parallel=tensor_parallel,
         seconds=seconds,
         trust_remote_code=trust_remote_code,
     )
@@ -67,6 +77,7 @@ def run(
         print(line)
     layers = f" --layers {','.join(map(str, found['layer_ids']))}" if found["layer_ids"] else ""
     layers += f" --label-top-k {label_top_k}" if label_top_k else ""
+    layers += f" --tensor-parallel {tensor_parallel}" if tensor_parallel else ""
     print(
         f"next: eagle extract {shlex.quote(str(rows))} --target {shlex.quote(target)} "
         f"--for {found['features']}{layers} --codec {codec} --out shards/"
@@ -79,6 +90,8 @@ def _lines(found: dict[str, Any]) -> list[str]:
     sizes = ", ".join(f"{codec} {bytes_text(size)}" for codec, size in found["bytes"].items())
     memory, hours = found["memory"], found["hours"]
     packed = f", what {found['quantisation']} packs as it is stored" if found["quantisation"] else ""
+    if found["tensor_parallel"]:
+        packed = f", each of {found['tensor_parallel']} processes"
     lines = [
         f"{counted(found['rows'], 'row')}, {counted(found['tokens'], 'token')}, {found['labels']:,} "
         f"supervised: "

@@ -132,6 +132,16 @@ def run(
         _report(report, out, target, as_json)
 
 
+def kept(out: Path, **_: Any) -> str:
+    """Say what interrupted answering leaves."""
+    parts = out.with_name(f"{out.name}.work").glob("part-*.jsonl")
+    return (
+        "finished answers are kept"
+        if any(part.stat().st_size for part in parts)
+        else "no answer was made yet"
+    )
+
+
 def _report(report: dict[str, Any], out: Path, target: str, as_json: bool) -> None:
     import shlex
 

@@ -134,7 +134,7 @@ def run(
         options.refuse_unread(context, _OF_THE_TARGET, why)
     resolved = load_recipe(recipe, settings)
     if processes is not None and processes != 1:
-        from eagle_train.distributed import relaunch
+        from eagle_train.launch import relaunch
 
         relaunch(processes, options.typed(context, leaving=("processes",)))
         return None
@@ -169,6 +169,13 @@ def run(
         print(json.dumps(summary) if as_json else _words(summary))
     leave_processes()
     return None
+
+
+def kept(out: Path, rehearse: bool, **_: Any) -> str:
+    """Say what interrupted training leaves."""
+    if rehearse:
+        return "a dry run keeps nothing"
+    return "finished steps are kept" if (out / "last").exists() else "no step was saved yet"
 
 
 def _live(context: typer.Context, online: bool, max_disk: str | None) -> LiveTarget:

@@ -22,8 +22,10 @@ from eagle_train.errors import UserError
 from eagle_train.heads.disk import build_head
 from eagle_train.progress import span
 from eagle_train.shards.codecs import CODECS
-from eagle_train.targets.checkpoint import plain_config, quantisation
+from eagle_train.targets.checkpoint import plain_config
+from eagle_train.targets.packed import quantisation
 from eagle_train.targets.survey import Survey, default_processes, survey
+from eagle_train.targets.tensor_parallel_options import refuse_others
 from eagle_train.training.build import config_on
 from eagle_train.training.held_out import order_of, rows_of
 from eagle_train.training.optim import is_matrix
@@ -40,7 +42,8 @@ def estimate(
     dtype: str = "auto",
     device: str | None = None,
     processes: int | None = None,
-    seconds: float = 10.0,
+    tensor_parallel: int | None = None,
+    seconds: float | None = None,
     trust_remote_code: bool = False,
     show: bool = True,
 ) -> dict[str, Any]:
@@ -48,22 +51,41 @@ def estimate(
 
     Of the bytes ``target_bytes`` are the target's embedding and lm_head.
 
-    `seconds` of each are tried out; 0 leaves the hours out and loads no weights. ``hours`` are by the clock,
+    `seconds` of each are tried out, 10 if None; 0 leaves the hours out and loads no weights. With
+    `tensor_parallel` so many processes hold the target together: its memory is that of one of them, and
+    nothing can be tried in this one process. ``hours`` are by the clock,
     as busy as the machine is now, with evaluations, checkpoints and what comes before and after
     (``start_seconds``), but for the interpreter's start; ``share_of_a_core`` is what this process got of the
     core that it asked for, and ``hours_if_free`` what remains where it gets all of it. `processes` is the
     number of extraction workers, by default as `eagle extract` would start; training is one process. Memory
     is in bytes on one device, activations left out. Raises UserError as extraction and training do.
     """
+    if tensor_parallel is not None:
+        refuse_others(tensor_parallel, processes, None)
+        if seconds:
+            raise UserError(
+                f"--seconds {seconds:g}: with --tensor-parallel {tensor_parallel} nothing is tried, for one "
+                "process does not hold the target; leave one of the two out"
+            )
+        seconds = 0.0
+    seconds = 10.0 if seconds is None else seconds
     if seconds < 0:
         raise UserError(f"--seconds {seconds:g}: wanted 0 or more")
     kind = recipe.head.kind
     settings: dict[str, Any] = {"codec": codec, "label_top_k": label_top_k, "dtype": dtype, "device": device}
     settings["layer_ids"] = (recipe.head.layer_ids or None) if kind == "eagle3" else None
     with (looking := Stopwatch()):
-        work = survey(rows_dir, target, None, features=kind, trust_remote_code=trust_remote_code, **settings)
+        work = survey(
+            rows_dir,
+            target,
+            None,
+            features=kind,
+            trust_remote_code=trust_remote_code,
+            tensor_parallel=tensor_parallel or 0,
+            **settings,
+        )
     setting = work.plan.setting
-    workers = processes or default_processes(work, None)
+    workers = 1 if tensor_parallel else processes or default_processes(work, None)
     training = _training(work, recipe, Path(rows_dir))
     found: dict[str, Any] = {
         "rows": work.plan.num_rows,
@@ -78,6 +100,7 @@ def estimate(
         "target_bytes": work.target_bytes,
         "memory": _memory(work, recipe),
         "workers": workers,
+        "tensor_parallel": tensor_parallel,
         "device": setting.device,
         "dtype": setting.target["dtype"],
         "quantisation": quantisation(work.config),

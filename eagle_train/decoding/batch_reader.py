@@ -14,8 +14,8 @@ from eagle_train.decoding.batch_cache import BatchCache
 from eagle_train.decoding.cache import masks
 from eagle_train.decoding.reader import Rows, Tapped, TargetReader, kept_rows
 from eagle_train.decoding.trees import Tree
-from eagle_train.targets import checkpoint
 from eagle_train.targets.capture import Captured
+from eagle_train.targets.lengths import longest_text
 from eagle_train.targets.load import Target
 
 
@@ -61,7 +61,7 @@ class BatchReader(Tapped):
         depths = torch.tensor([[*tree.depths, *[0] * (most - len(tree))] for tree in trees], device=device)
         starts = torch.tensor(lengths, device=device)[:, None]
         positions = starts + depths
-        if (longest := checkpoint.longest_text(self.target.config)) is not None:
+        if (longest := longest_text(self.target.config)) is not None:
             positions = positions.clamp_max(longest - 1)  # as in TargetReader.read_tree
         columns = torch.arange(max(lengths) + most, device=device).expand(len(trees), -1)
         seen = (columns < starts)[:, None].repeat(1, most, 1)

@@ -15,7 +15,7 @@ from eagle_train.decoding.sampling import Chance, Sampling, distribution
 from eagle_train.decoding.shapes import check_size
 from eagle_train.decoding.trees import Tree
 from eagle_train.errors import UserError
-from eagle_train.targets import checkpoint
+from eagle_train.targets.lengths import longest_text
 from eagle_train.targets.load import Target
 
 
@@ -38,7 +38,7 @@ class DraftModel:
             )
         check_size("draft-model: got {} guesses", gamma)
         self.model, self.gamma, self.sampling = model, gamma, sampling or Sampling()
-        self._longest = checkpoint.longest_text(model.config)
+        self._longest = longest_text(model.config)
 
     @property
     def figures(self) -> dict[str, object]:

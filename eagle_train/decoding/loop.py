@@ -17,7 +17,7 @@ from eagle_train.decoding.trees import Tree
 from eagle_train.decoding.verify import verify_block, verify_greedy, verify_sampled
 from eagle_train.errors import UserError
 from eagle_train.losses.acceptance import AcceptanceCounts
-from eagle_train.targets import checkpoint
+from eagle_train.targets.lengths import check_length
 from eagle_train.targets.load import Target
 
 
@@ -168,7 +168,7 @@ def checked(target: Target, prompt_ids: Sequence[int], settings: Settings) -> li
     """Return the prompt's ids. Raises UserError for an empty one, and for one that leaves no room."""
     if not len(prompt_ids):
         raise UserError("prompt: got no tokens, wanted at least one")
-    checkpoint.check_length(target.config, len(prompt_ids) + settings.max_new_tokens, "prompt and answer")
+    check_length(target.config, len(prompt_ids) + settings.max_new_tokens, "prompt and answer")
     return [int(token) for token in prompt_ids]
 
 

@@ -63,13 +63,20 @@ def own_processors(
                 "give --no-processors to decode without the target's own processors"
             )
     check_settings(given, name, vocab_size)
-    for key in given:  # whatever else the library itself does not take
-        try:
-            alone, begun = {key: given[key]}, 1
-            _by_text(alone, tuple(eos_ids), begun, "cpu"), _of_the_law(alone, "cpu")
-        except (TypeError, ValueError, OverflowError) as error:
-            raise bad_setting(name, key, given[key], f"what transformers takes ({error})") from error
+    for key, value in given.items():  # whatever else the library itself does not take
+        if (fault := _why_not_made(key, value, tuple(eos_ids))) is not None:
+            raise bad_setting(name, key, value, f"what transformers takes ({fault})")
     return Processors(given, tuple(eos_ids)) if given else None
+
+
+def _why_not_made(key: str, value: Any, eos_ids: tuple[int, ...]) -> str | None:
+    """Return why transformers cannot make the processor of one setting; None where it can."""
+    try:
+        _by_text({key: value}, eos_ids, begun=1, device="cpu")
+        _of_the_law({key: value}, device="cpu")
+    except (TypeError, ValueError, OverflowError) as error:
+        return str(error)
+    return None
 
 
 def _run(made: list[Any], scores: Tensor, text: Sequence[int]) -> Tensor:

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from eagle_train.decoding.cache import TargetCache, check_cacheable, tree_masks
 from eagle_train.decoding.trees import Tree
-from eagle_train.targets import checkpoint
 from eagle_train.targets.capture import Captured, FeatureTap
+from eagle_train.targets.lengths import longest_text
 from eagle_train.targets.load import Target
 
 Reader = TypeVar("Reader", bound="Tapped")
@@ -75,7 +75,7 @@ class TargetReader(Tapped):
         """
         target, past = self.target, self.cache.length
         positions = past + torch.tensor(tree.depths, device=target.device)
-        if (longest := checkpoint.longest_text(target.config)) is not None:
+        if (longest := longest_text(target.config)) is not None:
             positions = positions.clamp_max(longest - 1)
         masks = tree_masks(target.config, tree.sees.to(target.device), past, positions, target.dtype)
         return self._unbatched(

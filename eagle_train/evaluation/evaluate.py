@@ -20,7 +20,7 @@ from eagle_train.evaluation.questions import Question, conversations, read_quest
 from eagle_train.evaluation.turns import Turns
 from eagle_train.heads.disk import Head
 from eagle_train.progress import counted, progress
-from eagle_train.targets import checkpoint
+from eagle_train.targets.lengths import check_length, longest_text
 from eagle_train.targets.load import Target, dtype_name, load_target
 
 MOST_AT_ONCE = 256  # prompts
@@ -134,9 +134,9 @@ def _check_lengths(
     target: Target, questions: Sequence[Question], max_new_tokens: int, chat_template: str | None
 ) -> None:
     """Refuse first turns whose answers could pass the target's last position, before any decoding."""
-    if checkpoint.longest_text(target.config) is None:
+    if longest_text(target.config) is None:
         return
     for question, conversation in conversations(target.tokenizer, list(questions), chat_template):
         length = len(conversation.ask(0)) + max_new_tokens
         where = f"question {question.id} with --max-new-tokens {max_new_tokens}"
-        checkpoint.check_length(target.config, length, where)
+        check_length(target.config, length, where)

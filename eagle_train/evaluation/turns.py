@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from eagle_train.evaluation.questions import Conversation, Question, conversations
-from eagle_train.targets import checkpoint
+from eagle_train.targets.lengths import longest_text
 from eagle_train.targets.load import Target
 
 
@@ -39,7 +39,7 @@ class Turns:
         self._counts = [len(question.turns[:max_turns]) for question in questions]
         self.total = sum(self._counts)
         self.left_out = self.cut_short = 0
-        self._longest = checkpoint.longest_text(target.config) or sys.maxsize
+        self._longest = longest_text(target.config) or sys.maxsize
         self._most = max_new_tokens
         self._conversations: dict[int, Conversation] = {}
 

@@ -17,7 +17,7 @@ from eagle_train.regenerate.answers import Answer, AnswerSettings, Asked, opens_
 from eagle_train.regenerate.decode import Job, Made, decode, sampling_of
 from eagle_train.regenerate.failures import Failures
 from eagle_train.regenerate.work import Work
-from eagle_train.targets.checkpoint import longest_text
+from eagle_train.targets.lengths import longest_text
 from eagle_train.targets.load import Target
 
 _SLOTS = {"cuda": 128}  # by kind of device

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from eagle_train import distributed
 from eagle_train.errors import UserError
+from eagle_train.launch import relaunch
 from eagle_train.regenerate.output import read_report, report_of
 
 
@@ -23,7 +23,7 @@ def default_processes(device: str | None, device_map: str | None) -> int:
 def start_workers(processes: int, arguments: list[str], out: Path) -> dict[str, Any]:
     """Run ``eagle ARGUMENTS`` in `processes` workers; return the report that the last of them wrote."""
     print(f"{processes} workers", file=sys.stderr)
-    distributed.relaunch(processes, arguments)
+    relaunch(processes, arguments)
     if not report_of(out).is_file():
         raise UserError(f"{out}: the workers ended without an output; give the same command again")
     return {**read_report(out, "give the same command again"), "reused": False}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import json
 import sys
 from collections.abc import Iterator
@@ -17,8 +18,9 @@ from eagle_train.data.gguf_file import dequantised, gguf_source
 from eagle_train.errors import UserError
 from eagle_train.folders import refuse_as_target
 from eagle_train.targets import plans
-from eagle_train.targets.generation import refuse_unread
-from eagle_train.targets.headers import refuse_packed
+from eagle_train.targets.generation import check_file
+from eagle_train.targets.headers import local_tensors
+from eagle_train.targets.packed import quantisation, refuse_packed
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -43,7 +45,9 @@ def load_model(
 
     where, source = _source(target)
     config = load_config(target, trust_remote_code)
-    refuse_unread(Path(where), target)
+    with explained(target), quiet():
+        if (file := _generation_file(where, config)) is not None:
+            check_file(file, target)
     if dtype is None:
         dtype = default_dtype(config, device, is_gguf=bool(source))
     if device_map is None and getattr(config, "quantization_config", None) is not None:
@@ -60,9 +64,9 @@ def load_model(
             where, dtype=dtype, output_loading_info=True, **arguments
         )
     model, report = loaded
-    if quantisation(config) is None and not source:
+    if not source:
         with explained(target):
-            refuse_packed(where, config, model, _field(report, "unexpected_keys"))
+            refuse_packed(target, config, model, local_tensors(target, config))
     _refuse_incomplete(target, report)
     if by_plan:
         return model
@@ -77,15 +81,6 @@ def load_model(
             f"{target}: {size / 2**30:.1f} GiB of weights do not go onto {device} ({_first_line(error)}); "
             "use bf16, a device with more room, or --device-map auto of eval, extract and regenerate"
         ) from error
-
-
-def quantisation(config: PretrainedConfig) -> str | None:
-    """Return the method by which a config says that its weights are quantised, None where it does not."""
-    found: Any = getattr(config, "quantization_config", None)
-    if found is None:
-        return None
-    method = found.get("quant_method") if isinstance(found, dict) else found.quant_method
-    return str(getattr(method, "value", method))
 
 
 def load_config(target: str, trust_remote_code: bool) -> PretrainedConfig:
@@ -109,12 +104,29 @@ def load_config(target: str, trust_remote_code: bool) -> PretrainedConfig:
     )
 
 
+def _generation_file(where: str, config: PretrainedConfig) -> Path | None:
+    """Return the target's generation_config.json, fetched where it is on the hub; None where it has none."""
+    from transformers.utils import cached_file
+
+    found = cached_file(
+        where,
+        "generation_config.json",
+        revision=getattr(config, "_commit_hash", None),
+        _raise_exceptions_for_missing_entries=False,
+        _raise_exceptions_for_connection_errors=False,
+    )
+    return None if found is None else Path(found)
+
+
 def skeleton(config: PretrainedConfig, trust_remote_code: bool) -> PreTrainedModel:
     """Return the model that `config` describes, without memory for its weights."""
     from transformers import AutoModelForCausalLM
 
     with explained(config.name_or_path or "target"), quiet(), torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+        # float32, for torch makes no layers in fp8, which a config may name
+        model = AutoModelForCausalLM.from_config(
+            copy.deepcopy(config), dtype=torch.float32, trust_remote_code=trust_remote_code
+        )
         model.tie_weights()
     return model
 
@@ -164,76 +176,10 @@ def plain_config(config: PretrainedConfig) -> dict[str, Any]:
     return json.loads(json.dumps({**usual, **config.to_dict()}, default=str))
 
 
-def rope_switch(config: PretrainedConfig) -> int | None:
-    """Return the length from which on RoPE turns every token by other angles; None for most families.
-
-    Longrope (Phi-3 and 4 with long contexts) and dynamic scaling choose angles by the longest text of a
-    forward, so states beyond that length depend on what was read together.
-    """
-    rope = getattr(config, "rope_parameters", None) or {}
-    found = []
-    for kind in [rope] if "rope_type" in rope else [value for value in rope.values() if value]:
-        if kind["rope_type"] == "dynamic":
-            found.append(config.max_position_embeddings)
-        if kind["rope_type"] == "longrope":
-            original = kind.get("original_max_position_embeddings")
-            found.append(original or config.original_max_position_embeddings)
-    return min(found, default=None)
-
-
-def table_length(config: PretrainedConfig) -> int | None:
-    """Return how many positions a family's table holds (learned, or computed once); None with RoPE."""
-    rope = any(getattr(config, name, None) for name in ("rope_parameters", "rope_scaling", "rope_theta"))
-    if rope or getattr(config, "alibi", False):
-        return None
-    return getattr(config, "max_position_embeddings", None)
-
-
-def longest_text(config: PretrainedConfig) -> int | None:
-    """Return the most tokens that a text may have; None where the family sets no bound."""
-    bounds = (rope_switch(config), table_length(config))
-    return min((bound for bound in bounds if bound is not None), default=None)
-
-
-def check_length(config: PretrainedConfig, length: int, where: str) -> None:
-    """Raise UserError, beginning with `where`, for a text longer than the family's positions or angles."""
-    longest = longest_text(config)
-    if longest is None or length <= longest:
-        return
-    if longest == table_length(config):
-        raise UserError(
-            f"{where}: {length} tokens, wanted at most {longest}: this target has no positions beyond; use "
-            "shorter texts, or fewer new tokens"
-        )
-    raise UserError(
-        f"{where}: {length} tokens, wanted at most {longest}: beyond, this target's RoPE changes the angles "
-        "of every token, and states depend on what is read together; use shorter texts"
-    )
-
-
 def weight_of(module: Any) -> Tensor:
     """Return a module's weight, fetched where device_map keeps it on the CPU or the disk until it is used."""
     weight = module.weight
     return module._hf_hook.weights_map["weight"] if weight.device.type == "meta" else weight
-
-
-def dense(weight: Tensor) -> Tensor:
-    """Return a weight as an ordinary tensor, dequantised where its kind says how, else as it is packed."""
-    kind, weight = type(weight), weight.detach()
-    if kind.dequantize is not Tensor.dequantize:
-        return weight.dequantize()
-    return weight if kind in (Tensor, torch.nn.Parameter) else weight.as_subclass(Tensor)
-
-
-def dense_output(weight: Tensor, name: str, what: str) -> Tensor:
-    """Return an embedding or lm_head [V, H] in numbers; UserError where it is packed otherwise."""
-    found = dense(weight)
-    if not found.is_floating_point():
-        raise UserError(
-            f"{name}: its {what} is packed as {str(found.dtype).removeprefix('torch.')}, wanted numbers; use "
-            f"a checkpoint whose {what} is left as it is, as quantisers do unless told otherwise"
-        )
-    return found
 
 
 def _refuse_incomplete(target: str, report: Any) -> None:
@@ -280,8 +226,6 @@ def explained(target: str) -> Iterator[None]:
             raise UserError(f"{target}: config.json: {error}; correct it, or fetch it again") from error
         except ODD as error:
             why = _first_line(error)
-            if silent is None and hub.is_kept_offline(error):
-                silent = hub.KEPT_OFFLINE
             if silent:
                 why = f"no such directory here, and {silent}; give a hub id, a directory or a .gguf file"
             raise UserError(f"{target}: could not be loaded as a causal language model: {why}") from error

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from eagle_train.targets.checkpoint import dense
+from eagle_train.targets.packed import dense
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel

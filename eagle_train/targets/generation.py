@@ -45,14 +45,14 @@ _OFF: dict[str, tuple[Any, ...]] = {  # values that do nothing; where no others 
 }
 
 
-def refuse_unread(folder: Path, name: str) -> None:
-    """Refuse a model folder whose generation_config.json is no JSON object.
+def check_file(file: Path, name: str) -> None:
+    """Raise UserError where a generation_config.json is no JSON object, or transformers refuses a value.
 
-    transformers loads as if there were none where it cannot parse the file, and its settings would be lost.
+    transformers loads as if there were none where it cannot parse the file, and its settings would be lost;
+    of a value that it cannot take it does not say whose it is.
     """
-    file = folder / "generation_config.json"
-    if not file.is_file():
-        return
+    from transformers import GenerationConfig
+
     try:
         found = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
@@ -65,6 +65,16 @@ def refuse_unread(folder: Path, name: str) -> None:
             f"{name}: generation_config.json: got a {type(found).__name__}, wanted a JSON object; mend the "
             "file, or remove it to decode without its settings"
         )
+    for key, value in found.items():
+        try:
+            GenerationConfig(**{key: value})
+        except (TypeError, ValueError, AttributeError, ImportError) as error:
+            why = (str(error).strip() or type(error).__name__).splitlines()[0]
+            wanted = _LOADED.get(key, f"what transformers takes ({why})")
+            raise UserError(
+                f"{name}: generation_config.json: {key}: got {_shown(value)}, wanted {wanted}; mend the "
+                "file, or take the key out"
+            ) from error
 
 
 def own_settings(generation_config: Any) -> dict[str, Any]:
@@ -147,6 +157,10 @@ _Kind = tuple[Callable[[Any, float], bool], str]  # does a value fit, the vocabu
 _COUNT: _Kind = (lambda v, most: _whole(v), "a whole number, 0 (off) or more")
 _TOKENS: _Kind = (_ids, "a list of whole numbers, each a token id")
 _CUTOFF: _Kind = (lambda v, most: _number(v, 0, 1) and v < 1, "a number from 0 (off), below 1")
+_LOADED = {  # without which no target loads, in words where the library's own say less
+    "max_new_tokens": "a whole number above 0",
+    "pad_token_id": "a token id, 0 or more",
+}
 _KINDS: dict[str, _Kind] = {
     "sequence_bias": (
         lambda v, most: isinstance(v, list) and all(_biased(one, most) for one in v),

@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 import json
-import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from safetensors import SafetensorError
+
 from eagle_train import hub
-from eagle_train.errors import UserError
 
 if TYPE_CHECKING:
-    from transformers import PretrainedConfig, PreTrainedModel
+    from transformers import PretrainedConfig
 
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
-# last parts of the names by which quantisers store scales and packed weights; a logit_scale is none
-_OF_PACKED = re.compile(
-    r"([._](weight|input|proj)_scales?(_inv|_2)?|[._](scales|qweight|qzeros|weight_packed))$"
-)
 
 
 class Stored(NamedTuple):
@@ -32,34 +28,12 @@ class Stored(NamedTuple):
 
 def stored_tensors(target: str, config: PretrainedConfig) -> list[Stored]:
     """Return the checkpoint's tensors, in a folder, the hub's cache or on the hub; none in another form."""
-    found = _local(target, config)
+    found = local_tensors(target, config)
     return found if found or Path(target).is_dir() else list(_remote(target, config))
 
 
-def refuse_packed(
-    target: str, config: PretrainedConfig, model: PreTrainedModel, unexpected: Iterable[str]
-) -> None:
-    """Raise UserError where weights are packed though `config` says of no quantisation.
-
-    Loading takes packed weights for plain ones, and leaves their scales out. `unexpected` are the stored
-    tensors for which `model` has no place.
-    """
-    floating = {name: p.is_floating_point() for name, p in model.named_parameters(remove_duplicate=False)}
-    for tensor in _local(target, config):
-        if tensor.dtype[0] in "IU" and floating.get(tensor.name, tensor.name.endswith(".weight")):
-            raise _packed(target, f"{tensor.name} holds {tensor.dtype}")
-    if scales := sorted(name for name in unexpected if _OF_PACKED.search(name)):
-        raise _packed(target, f"{scales[0]} belongs to a packed weight")
-
-
-def _packed(target: str, what: str) -> UserError:
-    return UserError(
-        f"{target}: {what}, but config.json has no quantization_config; put back the one that it was "
-        "quantised with, or use the checkpoint that is not quantised"
-    )
-
-
-def _local(target: str, config: PretrainedConfig) -> list[Stored]:
+def local_tensors(target: str, config: PretrainedConfig) -> list[Stored]:
+    """Return the tensors of a checkpoint in a folder or in the hub's cache; none where it is in neither."""
     folder = Path(target) if Path(target).is_dir() else _cached(target, config)
     return [tensor for file in (_files(folder) if folder is not None else []) for tensor in _header(file)]
 
@@ -87,11 +61,14 @@ def _files(folder: Path) -> list[Path]:
 def _header(file: Path) -> Iterator[Stored]:
     with open(file, "rb") as handle:
         length = int.from_bytes(handle.read(8), "little")
-        record = json.loads(handle.read(min(length, file.stat().st_size)))
-    for name, entry in record.items():
-        if name != "__metadata__":
-            first, end = entry["data_offsets"]
-            yield Stored(name, entry["dtype"], tuple(entry["shape"]), end - first)
+        text = handle.read(min(length, file.stat().st_size))
+    try:
+        for name, entry in json.loads(text).items():
+            if name != "__metadata__":
+                first, end = entry["data_offsets"]
+                yield Stored(name, entry["dtype"], tuple(entry["shape"]), end - first)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise SafetensorError(f"{file.name}: no header") from error
 
 
 def _remote(target: str, config: PretrainedConfig) -> Iterator[Stored]:

@@ -17,7 +17,9 @@ from eagle_train.shards.frozen_target import FrozenTarget
 from eagle_train.targets import checkpoint
 from eagle_train.targets.fingerprint import weights_fingerprint
 from eagle_train.targets.generation import checked_eos, own_settings
+from eagle_train.targets.lengths import check_length, longest_text
 from eagle_train.targets.output_map import OutputMap, output_map
+from eagle_train.targets.packed import dense_output
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -152,10 +154,10 @@ class Target:
 
         `cache` (a transformers Cache) is extended in place. No lm_head is run.
         """
-        if checkpoint.longest_text(self.config) is not None:
+        if longest_text(self.config) is not None:
             past = 0 if cache is None else int(cache.get_seq_length())
             length = past + input_ids.shape[1] if position_ids is None else int(position_ids.max()) + 1
-            checkpoint.check_length(self.config, length, self.name)
+            check_length(self.config, length, self.name)
         given = {"position_ids": position_ids, "attention_mask": attention_mask, self._cache_argument: cache}
         arguments = {name: value for name, value in given.items() if value is not None}
         output = self.body(input_ids=input_ids, use_cache=cache is not None, return_dict=True, **arguments)
@@ -184,8 +186,8 @@ class Target:
     def frozen(self) -> FrozenTarget:
         """Return embedding and output map, sharing memory with the model."""
         rows, head, bias = self.output_weights()
-        embedding = checkpoint.dense_output(rows, self.name, "embedding")
-        weight = checkpoint.dense_output(head, self.name, "lm_head")
+        embedding = dense_output(rows, self.name, "embedding")
+        weight = dense_output(head, self.name, "lm_head")
         return FrozenTarget(
             embedding=embedding,
             lm_head=weight.to(embedding.device),

@@ -1,4 +1,4 @@
-"""transformers' tensor-parallel plans: how to ask for them, whom they suit, how a cut weight is put together.
+"""transformers' tensor-parallel plans: how to ask for them, whom they suit, what they cut, and back again.
 
 A plan says of every linear layer whether its outputs (``colwise``) or its inputs (``rowwise``) are dealt
 out. Versions differ: in 5.0 ``from_pretrained`` itself takes the plan, and parts are DTensors, or plain
@@ -9,9 +9,11 @@ a `DistributedConfig` takes the plan, and parts are DTensors.
 from __future__ import annotations
 
 import inspect
-from math import gcd
+import re
+from math import ceil, gcd, prod
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 
 from eagle_train.errors import UserError
@@ -65,6 +67,36 @@ def check_plan(target: str, config: PretrainedConfig, skeleton: PreTrainedModel,
             fitting = ", ".join(str(n) for n in range(2, both + 1) if both % n == 0)
             advice = f"wanted one of {fitting}" if fitting else "use --device-map auto"
             raise UserError(f"{where} has {counted(count, f'{word} head')}; {advice}")
+
+
+def part_bytes(skeleton: PreTrainedModel, size: int, dtype: torch.dtype) -> int:
+    """Return the bytes of weights in `dtype` that one of `size` processes holds, of the largest part.
+
+    What the plan does not cut, such as norms and the biases of sums, every process holds whole. `skeleton` is
+    the model without weights.
+    """
+    plan: dict[str, str] = dict(getattr(skeleton, "_tp_plan", None) or {})
+    total = 0
+    for name, weight in skeleton.named_parameters():
+        rule = re.sub(r"\.\d+(?=\.|$)", ".*", name)  # of all layers
+        style = plan.get(rule) or plan.get(rule.rpartition(".")[0], "")
+        total += part_of(style, tuple(weight.shape), size)
+    return total * dtype.itemsize
+
+
+def part_of(style: str, shape: tuple[int, ...], size: int) -> int:
+    """Return how many numbers of a weight of this `shape` the process with the most of them holds."""
+    dims = len(shape)
+    cut: int | None = None
+    if style.startswith("embedding"):
+        cut = 0 if style.endswith("rowwise") else 1
+    elif style == "grouped_gemm":  # whole experts are dealt out
+        cut = 0
+    elif "colwise" in style:  # outputs, the last dimension but one, and their biases
+        cut = max(dims - 2, 0)
+    elif "rowwise" in style and dims > 1:
+        cut = dims - 1
+    return prod(ceil(n / size) if dim == cut else n for dim, n in enumerate(shape))
 
 
 def whole(model: PreTrainedModel, name: str, weight: Tensor, shape: tuple[int, ...]) -> Tensor:

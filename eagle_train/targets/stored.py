@@ -6,13 +6,12 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from eagle_train.targets.checkpoint import ODD, explained, quantisation, quiet
+from eagle_train.targets.checkpoint import ODD, explained, quiet
 from eagle_train.targets.headers import stored_tensors
+from eagle_train.targets.packed import NUMBERS, quantisation
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
-
-_NUMBERS = {"F16", "BF16", "F32", "F64"}  # safetensors' names of what loading casts to the dtype asked for
 
 
 def weights_bytes(
@@ -35,7 +34,7 @@ def weights_bytes(
         stored = list(stored_tensors(target, config))
     for tensor in stored:
         parameter = plain.get(tensor.name)
-        if parameter is None or tensor.dtype not in _NUMBERS or tensor.shape != tuple(parameter.shape):
+        if parameter is None or tensor.dtype not in NUMBERS or tensor.shape != tuple(parameter.shape):
             total += tensor.size
         elif id(parameter) not in counted:
             counted.add(id(parameter))

@@ -35,8 +35,11 @@ from eagle_train.shards.sizes import directory_size
 from eagle_train.shards.writer import finished_shard
 from eagle_train.targets import checkpoint, plans
 from eagle_train.targets.capture import check_layer_ids, default_layer_ids
+from eagle_train.targets.headers import stored_tensors
+from eagle_train.targets.lengths import check_length
 from eagle_train.targets.load import dtype_name, parse_dtype, pick_device
 from eagle_train.targets.memory import free_memory, total_memory
+from eagle_train.targets.packed import refuse_packed
 from eagle_train.targets.stored import weights_bytes
 
 _WORTH_SHARING = 5e11  # operations of the forwards; below, starting workers takes longer than the work
@@ -54,7 +57,7 @@ class Survey:
     device: torch.device
     dtype: torch.dtype
     num_parameters: int
-    weights_bytes: int  # of the target in memory
+    weights_bytes: int  # of the target in the memory of one process
     config: Any  # the target's, of transformers
 
     @property
@@ -138,14 +141,20 @@ def survey(
     elif layer_ids is not None:
         raise UserError(f"--for {features} stores no layers; leave --layers out")
     longest = int(table.lengths.argmax())
-    checkpoint.check_length(text, int(table.lengths[longest]), f"{rows_dir}: row {table.row_ids[longest]}")
+    check_length(text, int(table.lengths[longest]), f"{rows_dir}: row {table.row_ids[longest]}")
     _refuse_headless(text, features, layers, str(target))
     known = None if out is None else _known(Path(out))
     skeleton = checkpoint.skeleton(config, trust_remote_code)
     if tensor_parallel:
         plans.check_plan(str(target), config, skeleton, tensor_parallel)
+    if not str(target).endswith(".gguf"):
+        with checkpoint.explained(str(target)):
+            refuse_packed(str(target), config, skeleton, stored_tensors(str(target), config))
     parameters = sum(parameter.numel() for parameter in skeleton.parameters())
-    weights = weights_bytes(str(target), config, skeleton, kept)
+    if tensor_parallel:
+        weights = plans.part_bytes(skeleton, tensor_parallel, kept)
+    else:
+        weights = weights_bytes(str(target), config, skeleton, kept)
     budget = batch_tokens or (known.batch_tokens if known else _BATCH_TOKENS.get(place.type, 4096))
     if budget < 1 or (shard_tokens is not None and shard_tokens < 1) or (threads is not None and threads < 1):
         raise UserError("--batch-tokens, --shard-tokens and --threads: wanted 1 or more")

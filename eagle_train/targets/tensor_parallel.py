@@ -20,11 +20,10 @@ from torch import distributed as torch_distributed
 
 from eagle_train import distributed
 from eagle_train.errors import UserError
-from eagle_train.progress import counted
 from eagle_train.targets import checkpoint, plans
 from eagle_train.targets.cut_check import check_cut
 from eagle_train.targets.fingerprint import weights_fingerprint
-from eagle_train.targets.load import Target, load_target, pick_device
+from eagle_train.targets.load import Target, load_target
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -32,29 +31,6 @@ if TYPE_CHECKING:
 _SUMS = timedelta(hours=2)  # processes load at different speeds
 _CALLS = timedelta(days=7)  # between two calls the first one may wait for shards that others make
 _LOAD, _END = "load", "end"
-
-
-def check_devices(size: int, device: str | torch.device | None) -> torch.device:
-    """Return this process's device among `size`; raise UserError where they cannot have theirs."""
-    place = pick_device(device)
-    if ":" in str(device):
-        raise UserError(
-            f"--device {device}: with --tensor-parallel {size} every process takes a GPU of its own; give "
-            f"{place.type}, and choose GPUs by CUDA_VISIBLE_DEVICES"
-        )
-    if place.type == "cpu" and torch.accelerator.is_available():
-        kind = torch.accelerator.current_accelerator()
-        raise UserError(
-            f"--tensor-parallel {size}: wanted cpu, but transformers' plans take any {kind} that they see; "
-            "hide it (CUDA_VISIBLE_DEVICES= for a GPU)"
-        )
-    here = distributed.local_world_size() if distributed.launched() else size
-    if place.type == "cuda" and here > torch.cuda.device_count():
-        raise UserError(
-            f"--tensor-parallel {size}: {here} processes on this machine, where "
-            f"{counted(torch.cuda.device_count(), 'GPU')} can be seen; every process takes one of its own"
-        )
-    return place
 
 
 @dataclass
@@ -267,12 +243,12 @@ def _agree(group: Group, fault: str | None) -> None:
 
 
 @contextlib.contextmanager
-def joined(size: int, device: str | torch.device | None) -> Iterator[Group]:
+def joined(size: int, place: torch.device) -> Iterator[Group]:
     """Join the processes that torchrun started into one group, which holds one model together.
 
-    The first one then works, the others `Group.follow` it. Raises UserError unless they are `size`.
+    The first one then works, the others `Group.follow` it; `place` is this one's device, by `check_devices`.
+    Raises UserError unless they are `size`.
     """
-    place = check_devices(size, device)
     if place.type == "cuda":
         torch.cuda.set_device(place)
     torch_distributed.init_process_group(

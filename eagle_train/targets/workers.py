@@ -9,9 +9,11 @@ from typing import Any
 from eagle_train import distributed
 from eagle_train.errors import UserError
 from eagle_train.io.paths import make_folder
+from eagle_train.launch import relaunch
 from eagle_train.targets.extract import extract, summary_of
 from eagle_train.targets.survey import Survey, default_processes, refuse_full_disk, survey
-from eagle_train.targets.tensor_parallel import check_devices, joined
+from eagle_train.targets.tensor_parallel import joined
+from eagle_train.targets.tensor_parallel_options import check_devices, refuse_others
 
 
 def start_workers(
@@ -50,10 +52,10 @@ def start_workers(
             "leave one of the two out"
         )
     if tensor_parallel is not None:
-        _refuse_tensor_parallel(tensor_parallel, processes, device_map)
+        refuse_others(tensor_parallel, processes, device_map)
         device = check_devices(tensor_parallel, settings.get("device"))
         if distributed.launched():
-            with joined(tensor_parallel, device.type) as group:
+            with joined(tensor_parallel, device) as group:
                 if group.leads:
                     return extract(rows_dir, target, out, group=group, **common, **settings)
                 group.follow()
@@ -71,33 +73,11 @@ def start_workers(
     who = f"{count} processes with a part of the target each" if tensor_parallel else f"{count} workers"
     make_folder(out)  # here, so that a path that cannot be one is refused once
     print(f"{work.size_text()}; {who}", file=sys.stderr)
-    distributed.relaunch(
-        count, _arguments(work, str(rows_dir), str(target), str(out), settings, max_bad_rows)
-    )
+    relaunch(count, _arguments(work, str(rows_dir), str(target), str(out), settings, max_bad_rows))
     summary = summary_of(Path(out))
     if not summary["complete"]:
         raise UserError(f"{out}: the workers ended without a manifest; give the same command again")
     return summary
-
-
-def _refuse_tensor_parallel(size: int, processes: int | None, device_map: str | None) -> None:
-    """Raise UserError for what does not go with the model in `size` parts."""
-    if size < 2:
-        raise UserError(f"--tensor-parallel {size}: wanted 2 or more processes, or leave it out")
-    if processes is not None and processes > 1:
-        raise UserError(
-            f"--tensor-parallel {size}: its processes are one worker, wanted no --processes {processes}; "
-            "start the command on other GPUs too to share the work"
-        )
-    if device_map is not None:
-        raise UserError(
-            f"--tensor-parallel {size}: with --device-map {device_map} one process holds the whole model; "
-            "leave one of the two out"
-        )
-    if distributed.launched() and distributed.world_size() != size:
-        raise UserError(
-            f"--tensor-parallel {size}: torchrun started {distributed.world_size()} processes, wanted {size}"
-        )
 
 
 def _arguments(

@@ -10,8 +10,8 @@ from torch import Tensor
 from eagle_train.errors import UserError
 from eagle_train.heads.disk import Head
 from eagle_train.heads.eagle3 import Eagle3Head
-from eagle_train.targets.checkpoint import dense
 from eagle_train.targets.load import load_target
+from eagle_train.targets.packed import dense
 
 if TYPE_CHECKING:
     from eagle_train.shards.row_source import RowSource

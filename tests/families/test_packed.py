@@ -8,9 +8,9 @@ import torch
 from eagle_train.decoding.loop import Settings, generate, plain
 from eagle_train.errors import UserError
 from eagle_train.targets.capture import FeatureTap
-from eagle_train.targets.checkpoint import dense, dense_output
 from eagle_train.targets.labels import labels
 from eagle_train.targets.load import Target
+from eagle_train.targets.packed import dense, dense_output
 
 from .conftest import PROMPT
 from .models import family_config, random_model

@@ -15,8 +15,8 @@ from eagle_train.heads.disk import load_head
 from eagle_train.shards.frozen_target import FrozenTarget
 from eagle_train.shards.plan import label_positions
 from eagle_train.shards.reader import open_shards
-from eagle_train.targets.checkpoint import quantisation
 from eagle_train.targets.load import load_target
+from eagle_train.targets.packed import quantisation
 
 from .conftest import PROMPT, Trained, train_on
 from .models import LAYERS, family_config, save_target

@@ -41,7 +41,7 @@ def test_memory_of_packed_weights_is_read_from_the_headers(tmp_path: Path, tiny_
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
     assert planned(folder) == planned(tiny_target_dir) - saved
     (folder / names[-1]).write_bytes(bytes(range(1, 99)))
-    with pytest.raises(UserError, match="could not be loaded as a causal"):
+    with pytest.raises(UserError, match=r"a weight file is damaged .*no header"):
         planned(folder)
     (folder / names[-1]).unlink()
     assert planned(folder) == planned(tiny_target_dir)

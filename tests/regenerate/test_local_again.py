@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from eagle_cli.main import main
-from eagle_train import distributed
 from eagle_train.errors import UserError
+from eagle_train.regenerate import workers
 from eagle_train.regenerate.answers import AnswerSettings
 from eagle_train.regenerate.work import folder_of
 from eagle_train.targets.load import Target
@@ -139,7 +139,7 @@ def test_the_command_starts_workers_with_what_was_typed(
                 main(arguments)
             assert not left.value.code
 
-    monkeypatch.setattr(distributed, "relaunch", in_turn)
+    monkeypatch.setattr(workers, "relaunch", in_turn)
     with pytest.raises(SystemExit) as left:
         main([*command(data, ending_target_dir, out, *HOW)[3:], "--processes", "2", "--template-arg", "a=b"])
     assert not left.value.code

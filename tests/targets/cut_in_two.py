@@ -37,9 +37,9 @@ def _all_cases(
 
 
 def _counted(target: Target, out: Path) -> None:
-    weights = [weight.detach() for weight in target.model.parameters()]
-    held = sum(getattr(weight, "_local_tensor", weight).numel() for weight in weights)
-    (out / "held.json").write_text(json.dumps(held))
+    weights = [getattr(weight, "_local_tensor", weight) for weight in target.model.parameters()]
+    held = sum(weight.numel() * weight.element_size() for weight in weights)
+    (out / f"held-{Path(target.name).name}.json").write_text(json.dumps(held))
 
 
 if __name__ == "__main__":

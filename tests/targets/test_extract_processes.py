@@ -218,7 +218,8 @@ def test_a_killed_worker_fails_the_command_and_the_next_run_mends_it(
     os.kill(worker, signal.SIGKILL)
     _, errors = parent.communicate(timeout=300)
     assert parent.returncode == 2
-    assert "one of the 2 processes failed" in errors
+    assert " of 2 was ended by SIGKILL; memory may have run out; nothing finished is lost" in errors
+    assert "Traceback" not in errors
     assert not (out / "shards.json").exists()
     assert _eagle(*arguments).returncode == 0
     left = _bytes(out)

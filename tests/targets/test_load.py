@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -38,35 +37,6 @@ def test_what_a_target_says_of_itself(tiny_target_dir: Path) -> None:
     assert target.frozen().tied
     assert not target.model.training
     assert not any(parameter.requires_grad for parameter in target.model.parameters())
-
-
-def test_several_end_tokens_are_all_kept(tiny_target_dir: Path, tmp_path: Path) -> None:
-    folder = Path(shutil.copytree(tiny_target_dir, tmp_path / "t"))
-    file = folder / "generation_config.json"
-    file.write_text(json.dumps({**json.loads(file.read_text()), "eos_token_id": [9, 0]}))
-    assert load_target(folder, device="cpu").eos_ids == (9, 0, 2)
-
-
-@pytest.mark.parametrize("value", ["x", -1, [2, "x"], 2.5])
-def test_an_end_token_that_is_no_id_is_refused(tiny_target_dir: Path, tmp_path: Path, value: object) -> None:
-    folder = Path(shutil.copytree(tiny_target_dir, tmp_path / "t"))
-    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": value}))
-    words = f"{folder}: generation_config.json: eos_token_id: got {value!r}, wanted a token id"
-    with pytest.raises(UserError, match=f"^{re.escape(words)}"):
-        _ = load_target(folder, device="cpu").eos_ids
-
-
-@pytest.mark.parametrize(
-    ("text", "words"),
-    [('{"repetition_penalty": 1.', "cannot be read"), ("", "cannot be read"), ("[1]", "got a list")],
-)
-def test_a_generation_config_that_is_no_json_object_is_refused(
-    tiny_target_dir: Path, tmp_path: Path, text: str, words: str
-) -> None:
-    folder = Path(shutil.copytree(tiny_target_dir, tmp_path / "t"))
-    (folder / "generation_config.json").write_text(text)
-    with pytest.raises(UserError, match=f"^{re.escape(str(folder))}: generation_config.json: {words}"):
-        load_target(folder, device="cpu")
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -202,35 +172,6 @@ def test_a_missing_tensor_is_named_and_never_made_up(tiny_target_dir: Path, tmp_
     save_tensors(folder / "model.safetensors", tensors, metadata)
     with pytest.raises(UserError, match=r"lacks 1 of the model's tensors \(model\.layers\.3\.mlp\.up_proj"):
         load_target(folder, device="cpu")
-
-
-_UP = "model.layers.3.mlp.up_proj.weight"
-
-
-@pytest.mark.parametrize(
-    ("name", "dtype", "words"),
-    [
-        (_UP, torch.int8, f"{_UP} holds I8, but config.json has no quantization_config"),
-        (f"{_UP}_scale", torch.float32, f"{_UP}_scale belongs to a packed weight, but"),
-        (f"{_UP}_scale_inv", torch.float32, f"{_UP}_scale_inv belongs to a packed weight, but"),
-        ("model.layers.3.mlp.up_proj.qzeros", torch.int32, "up_proj.qzeros belongs to a packed weight, but"),
-        ("vision.logit_scale", torch.float32, None),
-        ("model.layers.3.self_attn.position_ids", torch.int64, None),
-    ],
-)
-def test_packed_weights_of_which_the_config_says_nothing_are_refused(
-    tiny_target_dir: Path, tmp_path: Path, name: str, dtype: torch.dtype, words: str | None
-) -> None:
-    folder = Path(shutil.copytree(tiny_target_dir, tmp_path / "t"))
-    tensors, metadata = load_tensors(folder / "model.safetensors")
-    tensors[name] = tensors.get(name, torch.ones(1)).to(dtype)
-    save_tensors(folder / "model.safetensors", tensors, metadata)
-    if words is None:
-        assert load_target(folder, device="cpu").dtype == torch.float32
-        return
-    with pytest.raises(UserError) as caught:
-        load_target(folder, device="cpu")
-    assert words in str(caught.value)
 
 
 @pytest.mark.parametrize("load", [load_tokenizer, lambda folder: checkpoint.load_config(folder, False)])

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from eagle_cli.main import main
 from eagle_train.progress import bytes_text
 from eagle_train.targets import survey as room
 from eagle_train.targets.extract import extract
@@ -100,3 +102,29 @@ def test_bytes_are_said_in_units_people_read() -> None:
         "5.0 GiB",
         "3.00 TiB",
     ]
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["extract", "--layers", "2,4,99"],
+        ["plan", "--recipe", "eagle3-tiny", "--set", "head.layer_ids=[2,4,99]"],
+        ["train", "--online", "--recipe", "eagle3-tiny", "--set", "head.layer_ids=[2,4,99]"],
+        ["train", "--max-disk", "1GB", "--recipe", "eagle3-tiny", "--set", "head.layer_ids=[2,4,99]"],
+    ],
+)
+def test_a_layer_that_the_target_lacks_is_named_alike_by_all_that_read_rows(
+    words: list[str], tiny_rows_dir: Path, tiny_target_dir: Path, tmp_path: Path, capsys: Any
+) -> None:
+    words = [words[0], str(tiny_rows_dir), "--target", str(tiny_target_dir), *words[1:]]
+    if words[0] != "plan":
+        words += ["--out", str(tmp_path / "out")]
+    if "--max-disk" in words:
+        words += ["--set", "run.epochs=1", "--set", "run.steps=null"]
+    with pytest.raises(SystemExit) as left:
+        main(words)
+    assert left.value.code == 2
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert last.startswith(
+        "error: layers 2, 4, 99: wanted ascending distinct numbers in 0..7 (k = the residual"
+    )

@@ -1,0 +1,118 @@
+"""One command in several processes of this machine, through torchrun, and the one error that ends them.
+
+Where one process fails the others fail of it, each in words of its own. So none of them speaks: each leaves
+its last words in a file, and the command that started them says the earliest, which are the cause.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import NoReturn
+
+from eagle_train import distributed
+from eagle_train.errors import UserError
+
+_WORDS = "EAGLE_LAST_WORDS"  # the folder in which processes leave them
+_ENDED = "ended.json"  # exit codes by rank, of those that ended before the launcher ended the others
+_INTERRUPTED = 130
+# Seconds from a signal until torchrun kills: 30 by itself, too few for a large step and its checkpoint.
+_GRACE = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
+
+
+def relaunch(processes: int, arguments: list[str]) -> None:
+    """Run ``eagle ARGUMENTS`` in `processes` processes on this machine through torchrun.
+
+    Returns when all of them ended well; an interruption ends them first. Raises the UserError of the process
+    that failed first, or one that says how it ended where it could not speak; after a crash its traceback is
+    printed and the exit code is 1. Raises UserError when already inside such a launch.
+    """
+    if distributed.launched():
+        raise UserError("--processes was given inside torchrun; use one of the two")
+    if processes < 1:
+        raise UserError(f"--processes {processes}: wanted 1 or more")
+    environment = dict(os.environ)
+    environment.setdefault("OMP_NUM_THREADS", str(max(1, distributed.num_cores() // processes)))
+    environment.setdefault(_GRACE, "600")
+    environment[distributed.RELAUNCHED] = str(processes)
+    with tempfile.TemporaryDirectory(prefix="eagle-launch-") as folder:
+        environment[_WORDS] = folder
+        command = [sys.executable, "-m", "eagle_train.launch", str(processes), *arguments]
+        child = subprocess.Popen(command, env=environment)
+        try:
+            code = child.wait()
+        except KeyboardInterrupt:
+            child.terminate()
+            child.wait()
+            raise
+        if code != 0:
+            _say_why(Path(folder), processes)
+
+
+def leave_words(text: str, code: int) -> bool:
+    """Leave the error that ends this process with `code` to who started it; False where nobody did so."""
+    folder = os.environ.get(_WORDS)
+    if folder is None or distributed.relaunched() is None:
+        return False
+    words = {"time": time.time(), "text": text, "code": code}
+    file = Path(folder, f"{distributed.rank()}.json")
+    file.with_suffix(".tmp").write_text(json.dumps(words))
+    file.with_suffix(".tmp").replace(file)
+    return True
+
+
+def _say_why(folder: Path, processes: int) -> NoReturn:
+    said = {int(file.stem): json.loads(file.read_text()) for file in folder.glob("[0-9]*.json")}
+    codes: dict[str, int] = json.loads((folder / _ENDED).read_text()) if (folder / _ENDED).exists() else {}
+    killed = {int(rank): code for rank, code in codes.items() if code < 0 and int(rank) not in said}
+    if said and set(killed.values()) <= {-signal.SIGABRT}:  # by which libraries end where a peer is gone
+        killed = {}
+    kept = "nothing finished is lost, give the same command again"
+    if killed:
+        rank, code = min(killed.items())
+        name = signal.Signals(-code).name
+        why = "; memory may have run out" if code == -signal.SIGKILL else ""
+        raise UserError(f"process {rank} of {processes} was ended by {name}{why}; {kept}")
+    if not said:
+        ended = ", ".join(f"process {rank} with exit code {code}" for rank, code in codes.items())
+        raise UserError(
+            f"one of the {processes} processes failed ({ended or 'their launcher ended'}; its message, if "
+            f"any, is above); {kept}"
+        )
+    rank, first = min(said.items(), key=lambda one: one[1]["time"])
+    if first["code"] == _INTERRUPTED:
+        raise UserError(f"process {rank} of {processes} was interrupted; {kept}")
+    if first["code"] == 2:
+        raise UserError(first["text"])
+    print(f"process {rank} of {processes}:\n{first['text']}", end="", file=sys.stderr)
+    sys.exit(first["code"])
+
+
+def _run(processes: str, arguments: list[str]) -> int:
+    """Be the launcher: start the processes, end them when one fails; return an exit code."""
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.run import parse_args, run
+
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # a process says why it ended
+    words = ["--standalone", f"--nproc-per-node={processes}", "--no-python"]
+    try:
+        run(parse_args([*words, sys.executable, "-m", "eagle_cli.main", *arguments]))
+    except ChildFailedError as error:
+        codes = {rank: failure.exitcode for rank, failure in error.failures.items()}
+        Path(os.environ[_WORDS], _ENDED).write_text(json.dumps(codes))
+        return 1
+    except (SignalException, KeyboardInterrupt):
+        return _INTERRUPTED
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(_run(sys.argv[1], sys.argv[2:]))
