@@ -18,10 +18,10 @@ import yaml
 class HeadRecipe:
     """The draft head's shape. All else (widths, heads, RoPE, epsilon) comes from the target."""
 
-    kind: Literal["eagle1", "eagle3", "medusa"] = "eagle3"
+    kind: Literal["eagle1", "eagle3", "medusa"] = "eagle3"  # of head
     layer_ids: tuple[int, ...] = ()  # captured layers, hs convention; () takes all that the shards hold
     draft_vocab_size: int | None = None  # most frequent supervised tokens; null = all of the target's
-    num_hidden_layers: int = 1
+    num_hidden_layers: int = 1  # decoder layers; those past the first are plain Llama layers
     fc_norm: bool = False  # EAGLE-3.1: an RMSNorm on each feature before fc
     norm_output: bool = False  # EAGLE-3.1: the normed output is fed to the next step
     norm_before_fc: bool = False  # one RMSNorm on all features together before fc
@@ -38,9 +38,8 @@ class LossRecipe:
 
     ttt_steps: int = 7  # steps of the training-time test; for EAGLE-1 more than one is HASS
     step_decay: float = 0.8  # weight of step i is step_decay ** i
-    divergence: Literal["cross_entropy", "kl", "reverse_kl", "tv", "lk"] = (
-        "cross_entropy"  # of the token loss
-    )
+    # of the token loss, between the target's law and the head's (losses/divergences.py)
+    divergence: Literal["cross_entropy", "kl", "reverse_kl", "tv", "lk"] = "cross_entropy"
     top_k: int = 10  # HASS: so many of the target's top tokens
     top_k_weight: float = 0.0  # count so much more, in a loss added to the token loss; 0 = none
     feature_weight: float = 1.0  # EAGLE-1: SmoothL1 on the predicted feature
@@ -52,14 +51,14 @@ class LossRecipe:
 class OptimRecipe:
     """AdamW on all parameters, or Muon on the matrices of fc and layers and AdamW on the rest."""
 
-    name: Literal["adamw", "muon"] = "adamw"
+    name: Literal["adamw", "muon"] = "adamw"  # the optimizer
     lr: float = 5e-5  # of AdamW
-    betas: tuple[float, float] = (0.9, 0.95)
-    eps: float = 1e-8
-    weight_decay: float = 0.0
+    betas: tuple[float, float] = (0.9, 0.95)  # of AdamW: decay of the gradient's mean and of its square's
+    eps: float = 1e-8  # of AdamW
+    weight_decay: float = 0.0  # of AdamW, decoupled
     matrix_lr: float = 0.02  # of Muon
-    matrix_momentum: float = 0.95
-    matrix_weight_decay: float = 0.0
+    matrix_momentum: float = 0.95  # of Muon
+    matrix_weight_decay: float = 0.0  # of Muon, decoupled
     clip_norm: float = 0.5  # of the whole gradient; 0 = no clipping
     ema: float = 0.0  # decay of an average of the weights, which is evaluated and saved; 0 = none
 
@@ -68,9 +67,9 @@ class OptimRecipe:
 class ScheduleRecipe:
     """Learning rate: linear warm-up, then a decay down to ``final`` of the peak at the budget's end."""
 
-    shape: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
-    warmup_steps: int = 0
-    final: float = 0.0
+    shape: Literal["cosine", "linear", "constant", "wsd"] = "cosine"  # of the decay
+    warmup_steps: int = 0  # optimizer steps
+    final: float = 0.0  # share of the peak that is left at the end
     decay_share: float = 0.2  # of wsd: constant up to the last such share of the run, then linear
 
 
@@ -78,8 +77,8 @@ class ScheduleRecipe:
 class DataRecipe:
     """What an optimizer step sees: whole rows, up to a number of tokens or of rows."""
 
-    tokens_per_step: int | None = 16384
-    rows_per_step: int | None = None
+    tokens_per_step: int | None = 16384  # at most, but a longer row is a step alone
+    rows_per_step: int | None = None  # in place of that
     micro_tokens: int = 4096  # tokens of one forward; bounds memory, changes no result
     held_out: float = 64.0  # conversations: a share (below 1) or a number
 
@@ -92,16 +91,16 @@ class RunRecipe:
     names replaces all that the recipe below it named.
     """
 
-    epochs: int | None = None
-    steps: int | None = None
-    tokens: int | None = None
+    epochs: int | None = None  # times that each row is seen
+    steps: int | None = None  # optimizer steps, skipped ones included
+    tokens: int | None = None  # of rows seen, prompts included; the step that reaches it is the last
     minutes: float | None = None  # by the clock, so a resumed run is not bit-equal to an unbroken one
-    seed: int = 0
+    seed: int = 0  # of new weights, the order of rows and noise
     precision: Literal["auto", "bf16", "fp32"] = "auto"  # of arithmetic; weights and Adam stay fp32
     eval_every: int = 500  # optimizer steps
     eval_gamma: int = 3  # guesses of the chain whose acceptance length is predicted
-    save_every: int = 1000
-    log_every: int = 10
+    save_every: int = 1000  # optimizer steps
+    log_every: int = 10  # optimizer steps
     keep_last: int = 2  # checkpoints kept beside the best
     patience: int | None = None  # evaluations without a new best before the run ends; null = never
     other_target: bool = False  # --init-from may take a head of a target with other weights

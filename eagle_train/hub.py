@@ -18,6 +18,16 @@ _SECONDS = 5.0  # for an answer of any kind; HF_HUB_ETAG_TIMEOUT gives another n
 _REMEMBERED = 60.0  # seconds; a network may come back while a notebook is open
 
 
+KEPT_OFFLINE = "HF_HUB_OFFLINE=1 lets nobody ask the hub, and the cache does not hold it"
+
+
+def is_kept_offline(error: BaseException) -> bool:
+    """Return whether `error` came of not asking the hub, as the user wanted, for what no cache holds."""
+    from huggingface_hub import constants
+
+    return bool(constants.HF_HUB_OFFLINE) and "couldn't connect to" in str(error)
+
+
 @contextlib.contextmanager
 def asked_once(name: str) -> Iterator[str | None]:
     """Within it nothing waits for a hub that does not answer: what is cached is read, all else fails at once.

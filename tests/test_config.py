@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import inspect
 import itertools
 import json
 import typing
@@ -10,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from eagle_train import config
 from eagle_train.config import SECTIONS, Recipe
 from eagle_train.errors import UserError
 from eagle_train.recipe_checks import recipe_from_dict
@@ -210,3 +213,12 @@ def test_a_run_with_a_length_that_is_not_whole_is_one_line(tmp_path):
     assert "recipe recipe: run.steps: got 8.5 (float), wanted a whole number" in refused(
         tmp_path / "recipe.yaml"
     )
+
+
+def test_every_key_says_in_its_line_what_it_means():
+    lines = inspect.getsource(config).splitlines()
+    for section, factory in SECTIONS.items():
+        first = next(i for i, line in enumerate(lines) if line.startswith(f"class {factory.__name__}"))
+        for field in dataclasses.fields(factory):
+            at = next(i for i in range(first, len(lines)) if lines[i].startswith(f"    {field.name}: "))
+            assert "  # " in lines[at] or lines[at - 1].startswith("    # "), f"{section}.{field.name}"

@@ -95,3 +95,14 @@ def test_a_name_that_is_never_found_ends_the_wait(monkeypatch: pytest.MonkeyPatc
         assert constants.HF_HUB_OFFLINE
     asked.set()
     hub._silence.cache_clear()
+
+
+@pytest.mark.usefixtures("no_hub")
+def test_a_name_that_is_nowhere_while_the_hub_is_not_asked_is_told_so(tmp_path) -> None:
+    with pytest.raises(UserError, match=r"^t4: .*: no such directory here, and HF_HUB_OFFLINE=1 "):
+        load_config("t4", False)
+    with pytest.raises(UserError, match=r"^no/such: no tokenizer could be loaded \(HF_HUB_OFFLINE=1 lets"):
+        load_tokenizer("no/such")
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    with pytest.raises(UserError, match=r"no tokenizer could be loaded \(it holds none of its files\); give"):
+        load_tokenizer(str(tmp_path))

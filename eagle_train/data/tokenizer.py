@@ -41,10 +41,17 @@ def load_tokenizer(target: str, trust_remote_code: bool = False) -> Any:
             raise UserError(f"{target}: config.json: {error}; correct it, or fetch it again") from error
         except (OSError, ValueError, ImportError, KeyError, AttributeError, TypeError) as error:
             reason = silent or (str(error).strip() or type(error).__name__).splitlines()[0]
+            if path.is_dir() and not any(any(path.glob(name)) for name in _FILES):
+                reason = "it holds none of its files"
+            elif silent is None and hub.is_kept_offline(error):
+                reason = hub.KEPT_OFFLINE
             raise UserError(
                 f"{target}: no tokenizer could be loaded ({reason}); give a hub id, a directory with "
                 "tokenizer files, or a .gguf file"
             ) from error
+
+
+_FILES = ("token*", "vocab*", "*.model", "*.tiktoken")
 
 
 def _looks_like_path(target: str) -> bool:

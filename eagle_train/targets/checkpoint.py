@@ -226,6 +226,8 @@ def explained(target: str) -> Iterator[None]:
             raise UserError(f"{target}: config.json: {error}; correct it, or fetch it again") from error
         except ODD as error:
             why = _first_line(error)
+            if silent is None and hub.is_kept_offline(error):
+                silent = hub.KEPT_OFFLINE
             if silent:
                 why = f"no such directory here, and {silent}; give a hub id, a directory or a .gguf file"
             raise UserError(f"{target}: could not be loaded as a causal language model: {why}") from error

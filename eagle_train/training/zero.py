@@ -229,7 +229,7 @@ class ZeroEngine:
             put(parameter, value, *state)
             return
         # equal shares, the last one padded, which DeepSpeed's own function for whole tensors does not cut
-        share = parameter.ds_tensor.numel()
+        share = parameter.ds_tensor.numel()  # type: ignore[attr-defined]
         value = nn.functional.pad(value.flatten(), (0, share * self.processes.world - value.numel()))
         put = utils.safe_set_local_fp32_param if key is None else utils.safe_set_local_optimizer_state
         put(parameter, value.narrow(0, share * self.processes.rank, share), *state)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from eagle_train.config import OptimRecipe
 from eagle_train.errors import UserError
@@ -69,3 +71,18 @@ def test_what_needs_whole_weights_is_refused(recipe, words, tmp_path, train_tiny
 def test_a_rehearsal_refuses_it_too(change, words, tiny, tiny_shards_dir):
     with pytest.raises(UserError, match=words):
         dry_run(tiny_shards_dir, tiny(change), deepspeed="zero2", show=False)
+
+
+@pytest.mark.parametrize("key", [None, "exp_avg"])
+def test_stage_3_takes_equal_shares_of_a_tensor_that_the_processes_do_not_divide(key, monkeypatch):
+    utils = pytest.importorskip("deepspeed").utils
+    taken = []
+    name = "safe_set_local_fp32_param" if key is None else "safe_set_local_optimizer_state"
+    monkeypatch.setattr(utils, name, lambda _, value, *given: taken.append((value.tolist(), given)))
+    parameter = SimpleNamespace(ds_tensor=torch.empty(3))  # of seven numbers on three processes
+    for rank in range(3):
+        engine = zero.ZeroEngine.__new__(zero.ZeroEngine)
+        engine._stage, engine.processes = 3, SimpleNamespace(rank=rank, world=3)
+        engine._put(parameter, torch.arange(1.0, 8.0), key)
+    given = () if key is None else (key,)
+    assert taken == [([1, 2, 3], given), ([4, 5, 6], given), ([7, 0, 0], given)]
