@@ -149,7 +149,7 @@ def _loop(session: Session, interrupt: Interrupt, log: Log, bar: Progress) -> bo
                 log.write(
                     {"epoch": micro.window.epoch, **report, "lr": lr, "grad_norm": norm, **evaluated(found)}
                 )
-                words = note(report, state)
+                words = note(report, state, run.minutes)
                 if not reported and still == state.step and processes.is_main:
                     warnings.warn(_out_of_reach(session))
                 reported = True

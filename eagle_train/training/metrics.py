@@ -16,6 +16,7 @@ from torch import Tensor
 from eagle_train.io.paths import os_error
 from eagle_train.io.text import write_text
 from eagle_train.losses.acceptance import AcceptanceCounts
+from eagle_train.progress import span
 from eagle_train.training.checkpoints import DIGITS, State
 from eagle_train.training.processes import Processes
 from eagle_train.training.step_result import StepResult
@@ -155,12 +156,13 @@ def evaluated(found: AcceptanceCounts | None) -> dict[str, Any]:
     }
 
 
-def note(report: dict[str, Any], state: State) -> str:
-    """Return the few words shown beside the progress."""
+def note(report: dict[str, Any], state: State, minutes: float | None = None) -> str:
+    """Return the few words shown beside the progress of a run that may last so many minutes."""
     tau = f", tau {state.tau:.3f}" if state.tau else ""
     loss = math.nan if report["loss"][0] is None else report["loss"][0]
     speed = f"{report['tokens_per_second']:,.0f} tokens/s, {report['data_wait']:.0%} waiting for data"
-    return f"step {state.step:,}, loss {loss:.3f}{tau}, {speed}"
+    ends = f", ends within {span(max(0.0, 60 * minutes - state.seconds))}" if minutes else ""
+    return f"step {state.step:,}, loss {loss:.3f}{tau}, {speed}{ends}"
 
 
 def _flat(line: dict[str, Any]) -> dict[str, float]:
