@@ -121,7 +121,7 @@ def _run(work: Survey, tap: FeatureTap, rows: Sequence[int]) -> tuple[RowBatch, 
         if states is not None:
             encode(CODECS[setting.codec], states, groups)
     if target.device.type == "cuda":
-        torch.cuda.synchronize()
+        torch.cuda.synchronize(target.device)
     return batch, features
 
 
@@ -155,8 +155,6 @@ def _keep(
     buffer = ShardBuffer(plan, 0, work.table)
     for batch, features in kept.values():
         store_batch(tap, batch, features, buffer, setting)
-    if target.device.type == "cuda":
-        torch.cuda.synchronize()
     buffer.finish(folder, most_bad=len(shard.rows))
     close_directory(folder, plan)
 

@@ -32,7 +32,8 @@ _FROM_THE_TABLE = ("rows", "row_starts", "span_starts", "spans", "loss_mask")
 class ShardBuffer:
     """The tensors of one planned shard, allocated once and filled batch after batch.
 
-    `put` may copy asynchronously from a GPU into page-locked memory: synchronise before `finish`.
+    `put` copies from GPUs into page-locked memory without waiting; `finish` waits for those GPUs, none of
+    which need be the current one.
     """
 
     def __init__(self, plan: Plan, number: int, table: RowTable) -> None:
@@ -49,6 +50,7 @@ class ShardBuffer:
         }
         self.witness = torch.empty(shard.tokens, dtype=torch.float32, pin_memory=pin)
         self._at = {"token": 0, "label": 0}
+        self._sources: set[torch.device] = set()
 
     def put(
         self,
@@ -68,7 +70,7 @@ class ShardBuffer:
         token, label = self._at["token"], self._at["label"]
         tokens, labels = slice(token, token + len(input_ids)), slice(label, label + len(label_argmax))
         self._copy("input_ids", tokens, input_ids)
-        self.witness[tokens].copy_(witness, non_blocking=True)
+        self._fetch(self.witness[tokens], witness)
         if aux is not None:
             self._encode("aux", tokens, aux, len(self.plan.setting.layer_ids))
         if last is not None:
@@ -91,7 +93,16 @@ class ShardBuffer:
                 self._copy(f"{name}_scale", part, scale)
 
     def _copy(self, name: str, where: slice, values: Tensor) -> None:
-        self.tensors[name][where].copy_(values, non_blocking=True)
+        self._fetch(self.tensors[name][where], values)
+
+    def _fetch(self, place: Tensor, values: Tensor) -> None:
+        self._sources.add(values.device)
+        place.copy_(values, non_blocking=True)
+
+    def _wait(self) -> None:
+        for source in self._sources:
+            if source.type == "cuda":
+                torch.cuda.synchronize(source)
 
     def bad_rows(self) -> list[int]:
         """Return the rows with a feature that is not finite."""
@@ -107,6 +118,7 @@ class ShardBuffer:
         Raises UserError, and writes nothing, when more than `most_bad` rows are bad or all of several;
         also on a full disk.
         """
+        self._wait()
         bad = set() if most_bad is None else set(self.bad_rows())
         if most_bad is not None and (len(bad) > most_bad or 1 < len(bad) == len(self.rows)):
             in_fp32 = self.plan.setting.target["dtype"] == "fp32"

@@ -30,7 +30,7 @@ from eagle_train.shards.writer import ShardBuffer, finished_shard, shard_fault
 from eagle_train.targets.batch import load_batch, memory_explained, run_batch, store_batch
 from eagle_train.targets.capture import FeatureTap
 from eagle_train.targets.check import check_start
-from eagle_train.targets.load import Target, load_target
+from eagle_train.targets.load import Target, load_target, on
 from eagle_train.targets.peers import Peers
 from eagle_train.targets.settle import settle
 from eagle_train.targets.survey import Survey, refuse_full_disk, survey
@@ -92,7 +92,7 @@ def extract(
     if announce and show and distributed.is_main():
         print(work.size_text(), file=sys.stderr)
     make_folder(folder)
-    with fixed_threads(work):
+    with fixed_threads(work), on(work.device):
         own_code: dict[str, Any] = {"dtype": work.dtype, "trust_remote_code": trust_remote_code}
         if group is not None:
             model = group.load(str(target), threads=work.plan.setting.threads, **own_code)
@@ -204,8 +204,6 @@ def _work(
                 buffer = fill(
                     work, plan, tap, number, check, lambda tokens: shown.advance(tokens + seen.newly_done())
                 )
-                if target.device.type == "cuda":
-                    torch.cuda.synchronize()
                 before = time.monotonic()
                 skipped += writing.result() if writing is not None else 0
                 waited += time.monotonic() - before

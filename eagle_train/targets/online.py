@@ -31,7 +31,7 @@ from eagle_train.targets.batch import BatchFeatures, load_batch, memory_explaine
 from eagle_train.targets.capture import FeatureTap
 from eagle_train.targets.check import check_start
 from eagle_train.targets.labels import labels
-from eagle_train.targets.load import Target
+from eagle_train.targets.load import Target, on
 from eagle_train.targets.memory import free_memory
 from eagle_train.targets.survey import Survey
 
@@ -119,7 +119,7 @@ class OnlineRows(RowSource):
         found: dict[int, ShardRow] = {}
         work, device = self._work, self._target.device
         batches = make_batches(self.lengths[rows], self.setting.batch_tokens) if rows else []
-        with torch.no_grad(), _own_arithmetic(device), _on(device):
+        with torch.no_grad(), _own_arithmetic(device), on(device):
             for picked in batches:
                 batch_rows = [rows[i] for i in picked]
                 batch = load_batch(work.dataset, work.table, batch_rows, self._target.vocab_size, device)
@@ -177,8 +177,3 @@ def _own_arithmetic(device: torch.device) -> AbstractContextManager[Any]:
     """
     casting = torch.is_autocast_enabled(device.type)
     return torch.autocast(device.type, enabled=False) if casting else nullcontext()
-
-
-def _on(device: torch.device) -> AbstractContextManager[None]:
-    """A thread that reads ahead begins on the first GPU, whatever its process uses."""
-    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()

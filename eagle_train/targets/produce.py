@@ -18,8 +18,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from eagle_train.errors import UserError
 from eagle_train.io.paths import make_folder
 from eagle_train.io.whole_file import sweep
@@ -31,7 +29,7 @@ from eagle_train.shards.sizes import file_size
 from eagle_train.shards.writer import finished_shard, shard_fault
 from eagle_train.targets.capture import FeatureTap
 from eagle_train.targets.extract import fill, fixed_threads
-from eagle_train.targets.load import Target, load_target
+from eagle_train.targets.load import Target, load_target, on
 from eagle_train.targets.settle import settle
 from eagle_train.targets.survey import Survey, survey
 
@@ -63,7 +61,7 @@ def produce(job: Job, ready: Callable[[], None]) -> None:
     folder = make_folder(job.folder)
     work = survey(job.rows_dir, job.target, folder, **job.settings)
     work = replace(work, plan=make_plan(work.table, work.plan.setting, job.groups))
-    with fixed_threads(work), Claims(folder) as claims:
+    with fixed_threads(work), on(work.device), Claims(folder) as claims:
         while not claims.take(CLOSING):
             time.sleep(_LOOK)
         sweep(folder)
@@ -99,8 +97,6 @@ def _make(job: Job, work: Survey, plan: Plan, model: Target, folder: Path) -> No
     with FeatureTap(model, plan.setting.layer_ids) as tap, ThreadPoolExecutor(1) as writer:
         for number in missing:
             buffer = fill(work, plan, tap, number, check=number == missing[0])
-            if model.device.type == "cuda":
-                torch.cuda.synchronize()
             if writing is not None:
                 writing.result()
             _wait_for_room(job, file_size(plan, number, work.table) + _OFFSETS, folder)
