@@ -1,12 +1,13 @@
 """One command for a machine with a GPU, under eight minutes: is it right, and how fast is it?
 
-    PYTHONPATH=. python scripts/gpu_check.py [--device cuda] [--minutes 8] [--json]
+    PYTHONPATH=. python scripts/gpu_check.py [--device cuda] [--small] [--minutes 8] [--json]
 
 Needs torch, transformers, accelerate and safetensors. Checks the device against the CPU: features of a small
 target, attention by its kernels, a training step's loss and gradients beside a naive twin, greedy speculative
 decoding beside plain decoding. Then measures with random weights at the shapes of an 8B target (hidden 4,096,
 draft vocabulary 32,000, 4,096 tokens, 60 % of rows counted): extraction, training and decoding rates, peak
-memory, share of the matrix rate. Without a GPU the same runs at small shapes. Exits with 1 if a check fails.
+memory, share of the matrix rate. Without a GPU, or with --small, the same runs at small shapes. Exits with 1
+if a check fails. CUDA_VISIBLE_DEVICES chooses among several GPUs.
 """
 
 from __future__ import annotations
@@ -154,7 +155,7 @@ def extraction(target: Target, tokens: int, device: str, seconds: float) -> dict
             labels(target, captured.last[0, -int(0.6 * tokens) :])
 
         spent = best_time(work, seconds, time.perf_counter, device)
-    return {"measured": "extraction", "tokens_per_second": tokens / spent}
+    return {"tokens_per_second": tokens / spent}
 
 
 def decoding(target: Target, draft_vocab: int, tokens: int) -> dict[str, Any]:
@@ -163,7 +164,7 @@ def decoding(target: Target, draft_vocab: int, tokens: int) -> dict[str, Any]:
     plain(target, PROMPT, settings)  # warm
     made = plain(target, PROMPT, settings)
     rate = (len(made.ids) - 1) / made.decode_seconds
-    found: dict[str, Any] = {"measured": "decoding", "plain_tokens_per_second": rate}
+    found: dict[str, Any] = {"plain_tokens_per_second": rate}
     shapes = {"chain of 3": Chain(3), "tree of 60": Dynamic(total_tokens=60, top_k=10, depth=6)}
     for name, shape in shapes.items():
         drafter = head_drafter(target, shape, draft_vocab)
@@ -183,20 +184,20 @@ def peak_gib(device: str) -> float:
     return peak
 
 
-def measured(device: str, seconds: float) -> list[Callable[[], dict[str, Any]]]:
+def measured(device: str, seconds: float, large: bool) -> list[Callable[[], dict[str, Any]]]:
     """Return what to measure, in order."""
-    large = device != "cpu"
     sizes, layers = (LARGE, 32) if large else (SMALL, 8)
     length, draft_vocab = (4096, 32000) if large else (256, 1024)
-    dtype = torch.bfloat16 if large else torch.float32
+    dtype = torch.float32 if device == "cpu" else torch.bfloat16
 
     def of_target() -> dict[str, Any]:
         target = random_target(sizes, layers, dtype, device)
         found = extraction(target, length, device, seconds)
-        return {**found, **decoding(target, draft_vocab, 64 if large else 12), "peak_gib": peak_gib(device)}
+        found |= decoding(target, draft_vocab, 64 if large else 12)
+        return {**found, "measured": "extraction and decoding", "peak_gib": peak_gib(device)}
 
     def of_training(share: float) -> dict[str, Any]:
-        case = Case(length, draft_vocab, share, "bf16" if large else "fp32")
+        case = Case(length, draft_vocab, share, "fp32" if device == "cpu" else "bf16")
         found = measure(case, sizes, naive=False, seconds=seconds, device=device)
         return {"measured": f"training, {share:.0%} of rows counted", **dataclasses.asdict(case), **found}
 
@@ -211,17 +212,23 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument(
+        "--device", choices=("cuda", "cpu"), default="cuda" if torch.cuda.is_available() else "cpu"
+    )
+    parser.add_argument("--small", action="store_true", help="measure at small shapes, as without a GPU")
     parser.add_argument("--minutes", type=float, default=8.0, help="begin nothing past nine tenths of this")
     parser.add_argument("--seconds", type=float, default=10.0, help="of repeats of each measurement")
     parser.add_argument("--json", action="store_true")
     given = parser.parse_args()
+    if given.device == "cuda" and not torch.cuda.is_available():
+        parser.error("--device cuda: torch sees no GPU here")
     begun, report = time.monotonic(), []
     device = torch.cuda.get_device_name() if given.device != "cpu" else "CPU"
     if not given.json:
         print(f"{device}, torch {torch.__version__}")
+    large = given.device == "cuda" and not given.small
     checks = [lambda c=c: c(given.device) for c in CHECKS]  # type: ignore[misc]
-    for work in [*checks, *measured(given.device, given.seconds)]:
+    for work in [*checks, *measured(given.device, given.seconds, large)]:
         if time.monotonic() - begun > 54 * given.minutes:
             print("out of time: the rest is left out", file=sys.stderr)
             break
