@@ -80,12 +80,14 @@ def run_batch(tap: FeatureTap, batch: RowBatch) -> BatchFeatures:
     No mask is needed: attention is causal, so padding on the right is never seen by a real token.
     """
     captured = tap.forward(batch.padded)
-    last = captured.last.flatten(0, 1)[batch.real]  # (B, T, H) -> (n, H)
-    aux = None if captured.aux is None else captured.aux.flatten(0, 1)[batch.real]
+    place = captured.last.device  # of the last layer; the batch lies where the first is
+    real, label_at = batch.real.to(place), batch.label_at.to(place)
+    last = captured.last.flatten(0, 1)[real]  # (B, T, H) -> (n, H)
+    aux = None if captured.aux is None else captured.aux.flatten(0, 1)[real]
     witness = last.sum(-1, dtype=torch.float32)
     if aux is not None:
         witness = witness + aux.sum(-1, dtype=torch.float32)
-    return BatchFeatures(aux, last, last[batch.label_at], witness)
+    return BatchFeatures(aux, last, last[label_at], witness)
 
 
 def store_batch(

@@ -119,6 +119,8 @@ def _own_logits(target: Target, batch: RowBatch) -> Iterator[tuple[Tensor, Tenso
     wanted = position.unique()
     count = max(1, _MOST_LOGITS // (len(batch.padded) * target.vocab_size))
     keeps = "logits_to_keep" in inspect.signature(target.model.forward).parameters
+    # positions go where the first layer is; a spread model wants them where its last one is
+    keeps = keeps and len(set((getattr(target.model, "hf_device_map", None) or {}).values())) < 2
     for keep in wanted.split(count if keeps else len(wanted)):
         with torch.no_grad():
             arguments = {"logits_to_keep": keep} if keeps else {}
