@@ -34,10 +34,7 @@ def relaunch(processes: int, arguments: list[str]) -> None:
     that failed first, or one that says how it ended where it could not speak; after a crash its traceback is
     printed and the exit code is 1. Raises UserError when already inside such a launch.
     """
-    if distributed.launched():
-        raise UserError("--processes was given inside torchrun; use one of the two")
-    if processes < 1:
-        raise UserError(f"--processes {processes}: wanted 1 or more")
+    check_number(processes)
     environment = dict(os.environ)
     environment.setdefault("OMP_NUM_THREADS", str(max(1, distributed.num_cores() // processes)))
     environment.setdefault(_GRACE, "600")
@@ -56,6 +53,14 @@ def relaunch(processes: int, arguments: list[str]) -> None:
             _say_why(Path(folder), processes)
 
 
+def check_number(processes: int) -> None:
+    """Raise UserError where `processes` is no number of them, or torchrun has started its own already."""
+    if distributed.launched():
+        raise UserError(f"--processes {processes}: given inside torchrun; use one of the two")
+    if processes < 1:
+        raise UserError(f"--processes {processes}: wanted 1 or more")
+
+
 def leave_words(text: str, code: int) -> bool:
     """Leave the error that ends this process with `code` to who started it; False where nobody did so."""
     folder = os.environ.get(_WORDS)
@@ -72,11 +77,11 @@ def _say_why(folder: Path, processes: int) -> NoReturn:
     said = {int(file.stem): json.loads(file.read_text()) for file in folder.glob("[0-9]*.json")}
     codes: dict[str, int] = json.loads((folder / _ENDED).read_text()) if (folder / _ENDED).exists() else {}
     killed = {int(rank): code for rank, code in codes.items() if code < 0 and int(rank) not in said}
-    if said and set(killed.values()) <= {-signal.SIGABRT}:  # by which libraries end where a peer is gone
-        killed = {}
+    if said and set(killed.values()) <= {-signal.SIGABRT, -signal.SIGTERM}:  # libraries' and torchrun's ends
+        killed = {}  # of processes whose peer is gone
     kept = "nothing finished is lost, give the same command again"
     if killed:
-        rank, code = min(killed.items())
+        rank, code = min(killed.items(), key=lambda one: (one[1] == -signal.SIGTERM, one))
         name = signal.Signals(-code).name
         why = "; memory may have run out" if code == -signal.SIGKILL else ""
         raise UserError(f"process {rank} of {processes} was ended by {name}{why}; {kept}")

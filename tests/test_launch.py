@@ -77,6 +77,8 @@ def _left(folder: Path, words: dict[int, tuple[float, str, int]], codes: dict[in
     [
         ({0: (2.0, "a peer is gone", 2), 1: (1.0, "the cause", 2)}, {0: 2, 1: 2}, "the cause"),
         ({1: (1.0, "the cause", 2)}, {0: -signal.SIGABRT, 1: 2}, "the cause"),  # a library's end without it
+        ({1: (1.0, "the cause", 2)}, {0: -signal.SIGTERM, 1: 2}, "the cause"),  # torchrun ends the others
+        ({}, {0: -signal.SIGTERM, 1: -signal.SIGKILL}, "process 1 of 2 was ended by SIGKILL; memory may"),
         ({0: (1.0, "a peer is gone", 2)}, {1: -signal.SIGSEGV}, "process 1 of 2 was ended by SIGSEGV; no"),
         ({}, {0: -signal.SIGABRT}, "process 0 of 2 was ended by SIGABRT; nothing"),
         ({1: (1.0, "interrupted", 130)}, {1: 130}, "process 1 of 2 was interrupted; nothing"),

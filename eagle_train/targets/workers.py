@@ -9,7 +9,7 @@ from typing import Any
 from eagle_train import distributed
 from eagle_train.errors import UserError
 from eagle_train.io.paths import make_folder
-from eagle_train.launch import relaunch
+from eagle_train.launch import check_number, relaunch
 from eagle_train.targets.extract import extract, summary_of
 from eagle_train.targets.survey import Survey, default_processes, refuse_full_disk, survey
 from eagle_train.targets.tensor_parallel import joined
@@ -44,8 +44,8 @@ def start_workers(
         "announce": announce,
         "show": show,
     }
-    if processes is not None and distributed.launched():
-        raise UserError(f"--processes {processes}: given inside torchrun; use one of the two")
+    if processes is not None:
+        check_number(processes)
     if processes is not None and processes > 1 and device_map is not None:
         raise UserError(
             f"--processes {processes}: with --device-map {device_map} one process holds the whole model; "
