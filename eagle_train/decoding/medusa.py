@@ -67,7 +67,7 @@ class MedusaDrafter:
 
     def observe(self, rows: Rows) -> None:
         """Keep the last state, f[b-1], and the root x[b]."""
-        self._root, self._last = int(rows.tokens[-1]), rows.last[-1]
+        self._root, self._last = int(rows.tokens[-1]), rows.last[-1].to(rows.tokens.device)
 
     def propose(self) -> Tree:
         """Fill the tree with the heads' best tokens."""

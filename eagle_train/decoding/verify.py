@@ -66,7 +66,8 @@ def walk_sampled(tree: Tree, chance: Chance) -> Generator[int, Tensor, Stood]:
     path: list[int] = []
     node = 0
     while True:
-        p, q = (yield node), tree.q[node] if tree.q is not None else None
+        p = yield node
+        q = _drawn_from(tree, node, p)
         for child in tree.children[node]:
             token = tree.tokens[child]
             share = p[token] if q is None else p[token] / q[token]
@@ -77,6 +78,12 @@ def walk_sampled(tree: Tree, chance: Chance) -> Generator[int, Tensor, Stood]:
             return path, chance.choose(p)
         path.append(child)
         node = child
+
+
+def _drawn_from(tree: Tree, node: int, p: Tensor) -> Tensor | None:
+    """Return the law that the node's children were drawn from, on the device of `p`: GPUs may differ."""
+    q = None if tree.q is None else tree.q[node]
+    return None if q is None else q.to(p.device)
 
 
 def _refused(p: Tensor, q: Tensor | None, token: int) -> tuple[Tensor, Tensor | None]:
@@ -113,19 +120,19 @@ def walk_block(tree: Tree, chance: Chance) -> Generator[int, Tensor, Stood]:
         p.append((yield node))
     shares = [1.0]  # P_0 .. P_gamma
     for i in range(gamma):
-        q, token = tree.q[i], tree.tokens[i + 1]
+        q, token = _drawn_from(tree, i, p[i]), tree.tokens[i + 1]
         assert q is not None
         shares.append(min(1.0, shares[i] * float(p[i][token] / q[token])))
     if gamma and chance.accept(shares[gamma]):
         return list(range(1, gamma + 1)), chance.choose(p[gamma])
     for i in range(gamma - 1, 0, -1):
-        rest = float(_residual(p[i], tree.q[i], shares[i]).sum())  # type: ignore[arg-type]
+        rest = float(_residual(p[i], _drawn_from(tree, i, p[i]), shares[i]).sum())  # type: ignore[arg-type]
         if chance.accept(1.0 if rest + 1 - shares[i] <= 0 else rest / (rest + 1 - shares[i])):
             return _stop_block(tree, p, shares, i, chance)
     return _stop_block(tree, p, shares, 0, chance)
 
 
 def _stop_block(tree: Tree, p: list[Tensor], shares: list[float], kept: int, chance: Chance) -> Stood:
-    q = tree.q[kept] if tree.q is not None else None
+    q = _drawn_from(tree, kept, p[kept])
     rest = p[kept] if q is None else scaled(_residual(p[kept], q, shares[kept]), p[kept])
     return list(range(1, kept + 1)), chance.choose(rest)

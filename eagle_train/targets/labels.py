@@ -38,9 +38,10 @@ def top_labels(target: Target, last: Tensor, k: int) -> tuple[Tensor, Tensor, Te
     for first in range(0, len(last), rows):
         piece = slice(first, first + rows)
         logits = target.logits(last[piece])
-        argmax[piece], lse[piece] = reduce_logits(logits)
-        ids[piece] = likeliest(logits, argmax[piece], k)
-        logp[piece] = logits.gather(-1, ids[piece]).float() - lse[piece, None]
+        best, total = reduce_logits(logits)  # where the lm_head is, perhaps another GPU than `last`
+        likely = likeliest(logits, best, k)
+        argmax[piece], lse[piece], ids[piece] = best, total, likely
+        logp[piece] = logits.gather(-1, likely).float() - total[:, None]
     return argmax, lse, ids, logp
 
 
