@@ -52,6 +52,7 @@ def run(
     as_json: options.AsJson = False,
 ) -> None:
     from eagle_train.export import hub
+    from eagle_train.export.card import acceptance_words
     from eagle_train.export.export import export
 
     if push_to_hub is not None:
@@ -75,6 +76,8 @@ def run(
         )
     for name, command in made["serve"].items():
         print(f"serve with {name}: {command}")
+    if made["acceptance"]:
+        print(acceptance_words(made["acceptance"]))
     if push_to_hub is not None:
         print(f"uploaded: {made['pushed_to']}")
     named = made["target_path"] or made["target"]["name"] or "TARGET"

@@ -21,6 +21,8 @@ EXAMPLES = """
     eagle inspect rows/ --row 0 --json
 """
 
+_SUPERVISED = "supervised, the answers with their end-of-turn token (one cut at its token limit has none)"
+
 
 def run(
     rows: options.Rows,
@@ -34,7 +36,14 @@ def run(
     trust_remote_code: options.TrustRemoteCode = False,
     as_json: options.AsJson = False,
 ) -> None:
-    from eagle_train.data.inspect import bracketed, count_lines, describe_row, print_coloured, shown
+    from eagle_train.data.inspect import (
+        answers_at,
+        bracketed,
+        count_lines,
+        describe_row,
+        print_coloured,
+        shown,
+    )
     from eagle_train.data.rows import open_rows
     from eagle_train.progress import counted
 
@@ -47,14 +56,14 @@ def run(
         print(line)
     print(
         f"row {row} of {len(opened)}: {described['row_id']}, from {described['source']}, "
-        f"{counted(len(described['input_ids']), 'token')}, answers at {described['spans']}"
+        f"{counted(len(described['input_ids']), 'token')}, {answers_at(described['spans'])}"
         + (f", category {described['category']}" if described.get("category") else "")
     )
     if sys.stdout.isatty():
-        print("bold green: supervised, the answers with their end-of-turn token; dim: read only\n")
+        print(f"bold green: {_SUPERVISED}; dim: read only\n")
         print_coloured(described["segments"])
     else:
-        print("between ⟦ and ⟧: supervised, the answers with their end-of-turn token; all else: read only\n")
+        print(f"between ⟦ and ⟧: {_SUPERVISED}; all else: read only\n")
         print(bracketed(described["segments"]))
     if tokens:
         print("\nplace, id, + if supervised, text")

@@ -226,13 +226,14 @@ def _rehearsed(found: Rehearsal, command: str) -> str:
 
 def _words(summary: dict[str, Any]) -> str:
     from eagle_train.progress import counted, span
+    from eagle_train.training.held_out import on_held_out
 
     tau = "no conversations held out, so best is the last checkpoint"
     if summary["best_tau"] is not None:
         tau = (
             f"best at step {summary['best_step']:,}: acceptance length {summary['best_tau']:.3f} "
-            f"(chain of {summary['gamma']}, predicted on "
-            f"{counted(summary['held_out_conversations'], 'held-out conversation')}; exact for answers that "
+            f"(chain of {summary['gamma']}, predicted "
+            f"{on_held_out(summary['held_out_conversations'])}; exact for answers that "
             "the target wrote greedily; a head that is never right has 1)"
         )
     skipped = f", {summary['skipped']} skipped (gradient not finite)" if summary["skipped"] else ""

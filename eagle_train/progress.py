@@ -13,9 +13,9 @@ _SECONDS_BETWEEN_LINES = 10.0
 class Progress:
     """Counts units done and shows them. Use through `progress(...)`."""
 
-    def __init__(self, title: str, total: int | None, unit: str) -> None:
+    def __init__(self, title: str, total: int | None, unit: str, before: int = 0) -> None:
         self.title, self.total, self.unit = title, total, unit
-        self.done = 0
+        self.done = self._before = before  # what an interrupted run had done tells nothing of the rate
         self._started = self._shown = time.monotonic()
 
     def advance(self, count: int = 1, note: str = "") -> None:
@@ -27,29 +27,31 @@ class Progress:
             print(self._line(now, note), file=sys.stderr, flush=True)
 
     def _line(self, now: float, note: str) -> str:
-        rate = self.done / max(now - self._started, 1e-9)
+        rate = self._rate(now)
         of = f"/{self.total:,}" if self.total is not None else ""
         unit = self.unit.removesuffix("s") if self.total == 1 else self.unit
         left = ""
-        if self.total is not None and self.done:
+        if self.total is not None and rate:
             left = f", {_clock((self.total - self.done) / max(rate, 1e-9))} left"
         return f"{self.title}: {self.done:,}{of} {unit}, {rate:,.1f}/s{left}{_behind(note)}"
 
+    def _rate(self, now: float) -> float:
+        return (self.done - self._before) / max(now - self._started, 1e-9)
+
     def close(self) -> None:
-        """Say what was done in all."""
-        seconds = time.monotonic() - self._started
-        rate = self.done / max(seconds, 1e-9)
+        """Say what was done in this time."""
+        now, count = time.monotonic(), self.done - self._before
         plural = self.unit.endswith("s")
-        done = counted(self.done, self.unit.removesuffix("s")) if plural else f"{self.done:,} {self.unit}"
-        words = f"{self.title}: {done} in {_clock(seconds)}, {rate:,.1f}/s"
+        done = counted(count, self.unit.removesuffix("s")) if plural else f"{count:,} {self.unit}"
+        words = f"{self.title}: {done} in {_clock(now - self._started)}, {self._rate(now):,.1f}/s"
         print(words, file=sys.stderr, flush=True)
 
 
 class _Bar(Progress):
     """The same counts on a live terminal bar."""
 
-    def __init__(self, title: str, total: int | None, unit: str) -> None:
-        super().__init__(title, total, unit)
+    def __init__(self, title: str, total: int | None, unit: str, before: int = 0) -> None:
+        super().__init__(title, total, unit, before)
         from rich import progress as rich_progress
         from rich.console import Console
 
@@ -65,13 +67,13 @@ class _Bar(Progress):
             console=Console(stderr=True),
             transient=True,
         )
-        self._task = self._bar.add_task(title, total=total, unit=unit, rate="", note="")
+        self._task = self._bar.add_task(title, total=total, completed=before, unit=unit, rate="", note="")
         self._bar.start()
 
     def advance(self, count: int = 1, note: str = "") -> None:
         self.done += count
-        rate = self.done / max(time.monotonic() - self._started, 1e-9)
-        self._bar.update(self._task, completed=self.done, rate=f"{rate:,.1f}/s", note=note)
+        rate = f"{self._rate(time.monotonic()):,.1f}/s"
+        self._bar.update(self._task, completed=self.done, total=self.total, rate=rate, note=note)
 
     def close(self) -> None:
         self._bar.stop()
@@ -79,12 +81,18 @@ class _Bar(Progress):
 
 
 @contextmanager
-def progress(title: str, total: int | None, unit: str, show: bool = True) -> Iterator[Progress]:
-    """Show progress of `total` units on stderr while the block runs; `show=False` keeps silent."""
+def progress(
+    title: str, total: int | None, unit: str, show: bool = True, before: int = 0
+) -> Iterator[Progress]:
+    """Show progress of `total` units on stderr while the block runs; `show=False` keeps silent.
+
+    `before` of them were done earlier: they count, but not for the rate and the time left.
+    """
     if not show:
-        yield _Silent(title, total, unit)
+        yield _Silent(title, total, unit, before)
         return
-    shown = _Bar(title, total, unit) if sys.stderr.isatty() else Progress(title, total, unit)
+    kind = _Bar if sys.stderr.isatty() else Progress
+    shown = kind(title, total, unit, before)
     try:
         yield shown
     finally:

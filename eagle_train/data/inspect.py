@@ -51,6 +51,14 @@ def _text(tokenizer: Any, ids: list[int]) -> str:
     return str(tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
 
+def answers_at(spans: list[list[int]]) -> str:
+    """Say where the answers lie, such as ``answers at tokens 38 to 69, 80 to 90 (from 0, both included)``."""
+    if not spans:
+        return "no answers"
+    places = ", ".join(f"{first} to {last}" for first, last in spans)
+    return f"answers at tokens {places} (from 0, both included)"
+
+
 def bracketed(segments: list[dict[str, Any]]) -> str:
     """Return the text with supervised parts between ⟦ and ⟧."""
     return "".join(f"⟦{part['text']}⟧" if part["supervised"] else part["text"] for part in segments)

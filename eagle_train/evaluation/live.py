@@ -65,8 +65,8 @@ def answer_live(
     counts, seconds = made.counts, max(made.decode_seconds, 1e-9)
     end = "ended by itself" if made.ended else "cut by --max-new-tokens"
     console.print(
-        f"{counted(len(made.ids), 'token')}, {counted(counts.rounds, 'round')}, acceptance length "
-        f"{counts.tau:.2f} "
+        f"{counted(counts.tokens, 'token')} in {counted(counts.rounds, 'round')} after the prefill's one: "
+        f"acceptance length {counts.tau:.2f} "
         f"({draft_name(shape.figures)}), {counts.tokens / seconds:.1f} tokens/s after "
         f"{made.prefill_seconds:.2f} s of prefill; {end}",
         style="dim",

@@ -8,9 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from eagle_train.export.hub import HUB_ID
-from eagle_train.export.layout import GUESSES, SWITCHES
+from eagle_train.export.layout import GUESSES, SWITCHES, engine_config
 from eagle_train.export.refusals import NAMES
 from eagle_train.heads.config import HeadConfig
+from eagle_train.progress import counted
+from eagle_train.training.held_out import on_held_out
 
 _METHODS = {
     "vllm": {"eagle1": "eagle", "eagle3": "eagle3", "medusa": "medusa"},
@@ -18,6 +20,10 @@ _METHODS = {
     "sglang": {"eagle1": "EAGLE", "eagle3": "EAGLE3"},
 }
 _TITLES = {**NAMES, "speculators": "vLLM (speculators layout)"}
+_TWO_LISTS = """
+`config.json` lists the captured layers twice, for the same states are counted in two ways: vLLM reads
+`eagle_aux_hidden_state_layer_ids`, where k is the state that enters layer k; SGLang reads the list of that
+name in `eagle_config`, where k is the state that leaves layer k, so each of its numbers is one less."""
 
 
 def serve_command(engine: str, kind: str, target: str, head: str, dtype: str, guesses: int = GUESSES) -> str:
@@ -81,6 +87,10 @@ def model_card(record: dict[str, Any], config: HeadConfig, folder: str, commands
         "`provenance.json` says what it was made from; `check/reference.safetensors` holds inputs and what",
         "the head makes of them, to check a loader with.",
     ]
+    if "eagle_aux_hidden_state_layer_ids" in engine_config(config, record["engines"][0]).get(
+        "eagle_config", {}
+    ):
+        lines.append(_TWO_LISTS)
     return "\n".join(lines) + "\n"
 
 
@@ -106,14 +116,16 @@ def _facts(record: dict[str, Any], config: HeadConfig) -> list[str]:
     if record["recipe"]:
         facts.append(f"recipe: {record['recipe']}")
     if record["acceptance"]:
-        facts.append(_acceptance(record["acceptance"]))
+        facts.append(acceptance_words(record["acceptance"]))
     facts.append(f"made by eagle {record['tool_version']}")
     return [f"- {fact}" for fact in facts]
 
 
-def _acceptance(figures: dict[str, Any]) -> str:
+def acceptance_words(figures: dict[str, Any]) -> str:
+    """Say what a run predicted of the exported head, from the record of its `acceptance`."""
     by_position = ", ".join(f"{share:.2f}" for share in figures["accepted_by_position"] or [])
     return (
         f"acceptance length {figures['tau']:.2f} (guesses accepted by position: {by_position}), predicted "
-        f"for a greedy {figures['draft']} on held-out conversations, {figures['rounds']:,} rounds"
+        f"for a greedy {figures['draft']} {on_held_out(figures['held_out_conversations'])}, "
+        f"{counted(figures['rounds'], 'round')}"
     )

@@ -59,7 +59,12 @@ class Source:
             return None
         figures = {key: lines[-1].get(key) for key in ("tau", "accepted_by_position", "rounds")}
         gamma = self.recipe.run.eval_gamma if self.recipe else None
-        return {"draft": f"chain of {gamma}" if gamma else "chain", "temperature": 0.0, **figures}
+        return {
+            "draft": f"chain of {gamma}" if gamma else "chain",
+            "temperature": 0.0,
+            **figures,
+            "held_out_conversations": _whole(self.record.get("held_out_conversations")),
+        }
 
     def data(self) -> dict[str, Any] | None:
         """Return the fingerprints of what the head was trained on; None where not recorded."""

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from eagle_train.config import Recipe
 from eagle_train.errors import UserError
 from eagle_train.losses.acceptance import AcceptanceCounts, chain_hits, greedy_chain
+from eagle_train.progress import counted
 from eagle_train.shards.sampler import Plan
 
 if TYPE_CHECKING:
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
     from eagle_train.shards.frozen_target import FrozenTarget
     from eagle_train.shards.plan import RowTable
     from eagle_train.shards.row_source import RowSource
+
+_FEW = 5  # conversations
 
 
 def rank(conversation_id: str) -> str:
@@ -72,6 +75,14 @@ def rows_of(
         "rows_without_labels": counting.count(False),
     }
     return train, held_out, facts
+
+
+def on_held_out(conversations: int | None) -> str:
+    """Say on what an acceptance length was predicted, and where that is too little for a firm figure."""
+    if conversations is None:  # not recorded
+        return "on held-out conversations"
+    rough = " (so few give a rough figure)" if conversations < _FEW else ""
+    return f"on {counted(conversations, 'held-out conversation')}{rough}"
 
 
 def order_of(recipe: Recipe, rows: Sequence[int], lengths: np.ndarray) -> Plan:

@@ -71,11 +71,10 @@ def run_session(session: Session, trackers: Sequence[str] = (), show: bool = Tru
     if session.finished and not session.evaluation_due:
         session.check_taken()
         return summary(session)
-    left = None if session.num_steps is None else session.num_steps - session.state.step
     with (
         Interrupt() as interrupt,
         closing(Log(out, session.state, recipe.to_dict(), trackers, processes.is_main)) as log,
-        progress("train", left, "steps", show) as bar,
+        progress("train", session.num_steps, "steps", show, before=session.state.step) as bar,
     ):
         done = _catch_up(session, interrupt, log) and _loop(session, interrupt, log, bar)
     if done and processes.is_main:

@@ -158,7 +158,8 @@ def evaluated(found: AcceptanceCounts | None) -> dict[str, Any]:
 
 def note(report: dict[str, Any], state: State, minutes: float | None = None) -> str:
     """Return the few words shown beside the progress of a run that may last so many minutes."""
-    tau = f", tau {state.tau:.3f}" if state.tau else ""
+    earlier = f" at step {state.evaluated_step:,}" if state.evaluated_step not in (None, state.step) else ""
+    tau = f", tau {state.tau:.3f}{earlier}" if state.tau else ""
     loss = math.nan if report["loss"][0] is None else report["loss"][0]
     speed = f"{report['tokens_per_second']:,.0f} tokens/s, {report['data_wait']:.0%} waiting for data"
     ends = f", ends within {span(max(0.0, 60 * minutes - state.seconds))}" if minutes else ""

@@ -47,7 +47,9 @@ def test_prepare_then_inspect(
     assert "⟦Hello<|im_end|>⟧" in out
     assert "user\nHi [b]you[/b]<|im_end|>" in out
     assert out.count("⟦") == 2
-    assert "\nbetween ⟦ and ⟧: supervised, the answers with their end-of-turn token; all else: read" in out
+    assert "\nbetween ⟦ and ⟧: supervised, the answers with their end-of-turn token (one cut" in out
+    assert ", answers at tokens " in out
+    assert " (from 0, both included)\n" in out
     assert "\nplace, id, + if supervised, text\n     0 " in out
     assert "+ '<|im_end|>'" in out
     assert "skipped        1  empty conversation" in out

@@ -63,10 +63,17 @@ def test_a_run_exports_its_best_with_recipe_target_and_acceptance(run_dir, tiny_
         "tau": scored["tau"],
         "accepted_by_position": scored["accepted_by_position"],
         "rounds": scored["rounds"],
+        "held_out_conversations": run["held_out_conversations"],
     }
     card = (tmp_path / "out" / "README.md").read_text()
     assert f"acceptance length {scored['tau']:.2f}" in card
+    assert run["held_out_conversations"] == 4
+    assert "on 4 held-out conversations (so few give a rough figure)" in card
     assert "recipe: eagle3-tiny" in card
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    ids = "eagle_aux_hidden_state_layer_ids"
+    assert config[ids] == [k + 1 for k in config["eagle_config"][ids]]
+    assert "so each of its numbers is one less" in card
 
 
 def test_any_checkpoint_of_a_run_can_be_exported(run_dir, tmp_path):

@@ -49,19 +49,21 @@ def test_a_report_is_of_steps_taken_and_of_time_spent_training(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("minutes", "tau", "words"),
+    ("minutes", "tau", "at", "words"),
     [
-        (None, None, "step 1,200, loss 1.250, 50 tokens/s, 25% waiting for data"),
+        (None, None, None, "step 1,200, loss 1.250, 50 tokens/s, 25% waiting for data"),
         (
             3.5,
             1.5,
+            1200,
             "step 1,200, loss 1.250, tau 1.500, 50 tokens/s, 25% waiting for data, ends within 2.0 minutes",
         ),
+        (None, 1.0, 0, "step 1,200, loss 1.250, tau 1.000 at step 0, 50 tokens/s, 25% waiting for data"),
     ],
 )
-def test_beside_the_bar_stand_loss_acceptance_speed_waiting_and_the_clocks_end(minutes, tau, words):
+def test_beside_the_bar_stand_loss_acceptance_speed_waiting_and_the_clocks_end(minutes, tau, at, words):
     report = {"loss": [1.25, 2.0], "tokens_per_second": 50.0, "data_wait": 0.25}
-    assert note(report, State(step=1200, seconds=90.0, tau=tau), minutes) == words
+    assert note(report, State(step=1200, seconds=90.0, tau=tau, evaluated_step=at), minutes) == words
 
 
 def test_a_bar_tells_the_time_left(capsys, monkeypatch):
@@ -73,3 +75,15 @@ def test_a_bar_tells_the_time_left(capsys, monkeypatch):
     clock.now = 20.0
     bar.advance(10, "loss 1.25")
     assert capsys.readouterr().err == "train: 10/40 steps, 0.5/s, 1:00 left, loss 1.25\n"
+
+
+def test_a_bar_goes_on_from_what_was_done_before_at_the_rate_of_now(capsys, monkeypatch):
+    from eagle_train import progress
+
+    clock = SimpleNamespace(now=0.0)
+    monkeypatch.setattr(progress, "time", SimpleNamespace(monotonic=lambda: clock.now))
+    with progress.progress("train", 40, "steps", before=30) as bar:
+        clock.now = 16.0
+        bar.advance(8, "step 38")
+    said = capsys.readouterr().err
+    assert said == "train: 38/40 steps, 0.5/s, 0:04 left, step 38\ntrain: 8 steps in 0:16, 0.5/s\n"

@@ -85,7 +85,7 @@ def test_it_ends_with_what_it_made_and_the_next_command(tmp_path, tiny_shards_di
     assert code == 0
     made, following = out.splitlines()
     assert made.startswith(f"{tmp_path / 'run'}: 8 steps")
-    assert "chain of 3, predicted on 2 held-out conversations; exact for answers that" in made
+    assert "chain of 3, predicted on 2 held-out conversations (so few give a rough figure); exact for" in made
     assert following == (
         f"next: eagle eval {tmp_path / 'run'} --target {tiny_target_dir} --draft chain --num-questions 10"
     )
