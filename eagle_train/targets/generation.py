@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
+from itertools import chain
 from math import inf
 from pathlib import Path
 from typing import Any
@@ -51,8 +52,6 @@ def check_file(file: Path, name: str) -> None:
     transformers loads as if there were none where it cannot parse the file, and its settings would be lost;
     of a value that it cannot take it does not say whose it is.
     """
-    from transformers import GenerationConfig
-
     try:
         found = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
@@ -65,16 +64,30 @@ def check_file(file: Path, name: str) -> None:
             f"{name}: generation_config.json: got a {type(found).__name__}, wanted a JSON object; mend the "
             "file, or remove it to decode without its settings"
         )
-    for key, value in found.items():
-        try:
-            GenerationConfig(**{key: value})
-        except (TypeError, ValueError, AttributeError, ImportError) as error:
-            why = (str(error).strip() or type(error).__name__).splitlines()[0]
-            wanted = _LOADED.get(key, f"what transformers takes ({why})")
-            raise UserError(
-                f"{name}: generation_config.json: {key}: got {_shown(value)}, wanted {wanted}; mend the "
-                "file, or take the key out"
-            ) from error
+    refused = _refused(found)
+    if refused is None:
+        return
+    without = (key for key in found if _refused({k: v for k, v in found.items() if k != key}) is None)
+    alone = (key for key, value in found.items() if _refused({key: value}) is not None)
+    key = next(chain(without, alone), None)  # one key may be allowed by another, such as by do_sample
+    if key is None:
+        raise UserError(f"{name}: generation_config.json: {refused}; mend the file")
+    wanted = _LOADED.get(key, f"what transformers takes ({refused})")
+    raise UserError(
+        f"{name}: generation_config.json: {key}: got {_shown(found[key])}, wanted {wanted}; mend the "
+        "file, or take the key out"
+    )
+
+
+def _refused(settings: dict[str, Any]) -> str | None:
+    """Return in one line why transformers does not take these settings together, None where it does."""
+    from transformers import GenerationConfig
+
+    try:
+        GenerationConfig(**settings)
+    except (TypeError, ValueError, AttributeError, ImportError) as error:
+        return (str(error).strip() or type(error).__name__).splitlines()[0]
+    return None
 
 
 def own_settings(generation_config: Any) -> dict[str, Any]:

@@ -93,3 +93,17 @@ def test_a_target_without_the_file_loads(given: Given, tmp_path: Path) -> None:
     for file in tmp_path.rglob("generation_config.json"):
         file.unlink()
     assert load_target(name, device="cpu").own_settings == {}
+
+
+@pytest.mark.parametrize("other", [{"do_sample": True}, {"num_beams": 3}])
+def test_a_value_that_another_allows_is_taken(tiny_target_dir: Path, tmp_path: Path, other: Any) -> None:
+    folder = Path(shutil.copytree(tiny_target_dir, tmp_path / "t"))
+    file = folder / "generation_config.json"
+    file.write_text(json.dumps({"num_return_sequences": 3, **other}))
+    assert load_target(folder, device="cpu").own_settings == {}
+    file.write_text(json.dumps({"num_return_sequences": 3, **other, "max_new_tokens": 0}))
+    with pytest.raises(UserError, match="max_new_tokens: got 0, wanted a whole number above 0"):
+        load_target(folder, device="cpu")
+    file.write_text(json.dumps({"max_new_tokens": 8, "num_return_sequences": 3}))
+    with pytest.raises(UserError, match="num_return_sequences: got 3, wanted what transformers takes"):
+        load_target(folder, device="cpu")
