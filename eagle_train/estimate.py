@@ -165,13 +165,14 @@ def _training(work: Survey, recipe: Recipe, rows_dir: Path) -> _Training:
     of_an_epoch, windows = sum(order.lengths), len(order.epoch(0))  # each epoch has about as many
     tokens = run.tokens if run.epochs is None else run.epochs * of_an_epoch
     if run.steps is not None:
-        tokens = sum(window.tokens for window, _ in zip(order.windows(), range(run.steps), strict=False))
+        tokens = order.about_tokens(run.steps)
     num_steps = run.steps or math.ceil((tokens or 0) * windows / of_an_epoch)
-    between = range(1, num_steps)
-    judged = [step for step in between if held_out and step % run.eval_every == 0]
-    kept = {step for step in between if step % run.save_every == 0} | set(judged)
+    between = max(0, num_steps - 1)  # steps after which more follow
+    judged = between // run.eval_every if held_out else 0
+    both = between // math.lcm(run.eval_every, run.save_every) if held_out else 0
+    kept = between // run.save_every + judged - both
     evaluated = int(work.table.lengths[held_out].sum())
-    return _Training(tokens, evaluated, len(judged) + 2, len(kept), run.minutes)
+    return _Training(tokens, evaluated, judged + 2, kept, run.minutes)
 
 
 def _memory(work: Survey, recipe: Recipe) -> dict[str, int]:

@@ -13,6 +13,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
+from eagle_train.errors import UserError
+from eagle_train.progress import counted
+
+_MOST_ROWS = 50_000_000  # whose order, over all epochs, is drawn before a run: a minute or two
+_FEW_ROWS = 5_000_000  # for a figure that may be rounded
+
 
 @dataclass(frozen=True)
 class Window:
@@ -60,20 +66,54 @@ class Plan:
     def num_steps(self, epochs: int | None, steps: int | None, tokens: int | None) -> int | None:
         """Return the steps within the one budget given, None without one.
 
-        A budget of tokens ends with the step that reaches it.
+        A budget of tokens ends with the step that reaches it. Raises UserError for more epochs than can be
+        gone through.
         """
         if steps is not None:
             return steps
         if epochs is not None:
-            return sum(len(self.epoch(epoch)) for epoch in range(epochs))
+            return self._steps_of(epochs, f"run.epochs: got {epochs}")
         if tokens is None:
             return None
-        seen = 0
-        for window in self.windows():
-            seen += window.tokens
-            if seen >= tokens:
-                return window.step + 1
-        raise AssertionError("windows are endless")
+        whole, rest = divmod(tokens - 1, sum(self.lengths))  # every epoch has as many tokens
+        before = itertools.accumulate(size for _, size in self.epoch(whole))
+        return self._steps_of(whole, f"run.tokens: got {tokens}") + 1 + sum(seen <= rest for seen in before)
+
+    def about_tokens(self, steps: int) -> int:
+        """Return the tokens of that many steps, exact but by a mean where that means millions of rows."""
+        total, each = sum(self.lengths), self._windows_of_each
+        if each is not None:
+            whole, rest = divmod(steps, each)
+            return whole * total + sum(size for _, size in self.epoch(whole)[:rest])
+        before = 0  # steps of earlier epochs
+        for epoch in range(epochs := self._epochs_within(_FEW_ROWS)):
+            windows = self.epoch(epoch)
+            if steps < before + len(windows):
+                return epoch * total + sum(size for _, size in windows[: steps - before])
+            before += len(windows)
+        return steps * total * epochs // before
+
+    def _steps_of(self, epochs: int, got: str) -> int:
+        if self._windows_of_each is not None:
+            return epochs * self._windows_of_each
+        if epochs > (most := self._epochs_within(_MOST_ROWS)):
+            raise UserError(
+                f"{got}, which is {epochs:,} epochs of {counted(len(self.rows), 'row')}, wanted at most "
+                f"{most:,}; set run.steps instead"
+            )
+        return sum(len(self.epoch(epoch)) for epoch in range(epochs))
+
+    @property
+    def _windows_of_each(self) -> int | None:
+        """The windows of an epoch where all have as many, whatever their order; else None."""
+        if self.rows_per_step is not None:
+            return -(-len(self.rows) // self.rows_per_step)
+        equal = len(set(self.lengths)) == 1 or sum(self.lengths) <= (self.tokens_per_step or 0)
+        return len(self.epoch(0)) if equal else None
+
+    def _epochs_within(self, rows: int) -> int:
+        """Return the epochs that may be gone through where as many rows are enough; 20 may always."""
+        return max(20, rows // (len(self.rows) + 8))
 
 
 @lru_cache(maxsize=4)

@@ -130,6 +130,16 @@ def test_training_is_told_with_its_evaluations_and_checkpoints(
     assert clock.hours(tried, 0.5) == pytest.approx((0.6 + 0.5 * (5 + told.held_out / 50)) / 3600)
 
 
+@pytest.mark.parametrize(
+    "budget", ["run.steps=1000000000", "run.epochs=1000000000", "run.tokens=9000000000000000"]
+)
+def test_a_huge_budget_is_told_like_any_other(
+    tiny_rows_dir: Path, tiny_target_dir: Path, budget: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("eagle_train.shards.sampler._FEW_ROWS", 100)
+    assert _plan(tiny_rows_dir, tiny_target_dir, "run.steps=null", budget)["train_tokens"] > 10**10
+
+
 def test_a_slow_machine_tries_one_batch_and_one_short_step(
     tiny_rows_dir: Path,
     tiny_target_dir: Path,

@@ -8,6 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from eagle_train.errors import UserError
+from eagle_train.shards import sampler
 from eagle_train.shards.sampler import Plan, bins, deal
 
 LENGTHS = st.lists(st.integers(2, 50), min_size=1, max_size=40)
@@ -66,6 +68,37 @@ def test_budgets_become_steps():
     assert one.num_steps(None, None, 81) == 3
     assert one.num_steps(None, None, 101) == 4
     assert one.num_steps(None, None, None) is None
+
+
+@given(LENGTHS, st.one_of(st.integers(1, 120), st.just(2000)), st.booleans(), st.integers(1, 300))
+def test_counted_steps_are_those_of_the_windows_one_by_one(lengths, size, by_rows, number):
+    one = plan(lengths, **{"rows_per_step" if by_rows else "tokens_per_step": size})
+    walked = list(itertools.islice(one.windows(), number))
+    tokens = sum(window.tokens for window in walked)
+    assert one.about_tokens(number) == tokens
+    assert one.num_steps(None, None, tokens) == number
+    assert one.num_steps(None, None, tokens + 1) == number + 1
+    assert one.num_steps(3, None, None) == sum(len(one.epoch(epoch)) for epoch in range(3))
+
+
+def test_huge_budgets_are_counted_where_epochs_are_alike_and_else_refused():
+    alike, huge = plan([5] * 10, rows_per_step=4), 10**15
+    assert alike.num_steps(huge, None, None) == 3 * huge
+    assert alike.num_steps(None, None, 50 * huge + 21) == 3 * huge + 2
+    assert alike.about_tokens(3 * huge + 1) == 50 * huge + 20
+    one = plan([2, 3, 5, 7, 11] * 3, tokens_per_step=14)
+    words = f"run.{{}}: got {{}}, which is {huge:,} epochs of 15 rows, wanted at most 2,173,913; set "
+    with pytest.raises(UserError, match=words.format("epochs", huge)):
+        one.num_steps(huge, None, None)
+    with pytest.raises(UserError, match=words.format("tokens", 84 * huge + 1)):
+        one.num_steps(None, None, 84 * huge + 1)
+
+
+def test_the_tokens_of_very_many_steps_follow_from_the_mean(monkeypatch):
+    monkeypatch.setattr(sampler, "_FEW_ROWS", 1)
+    one = plan([2, 3, 5, 7, 11] * 3, tokens_per_step=14)
+    exact = sum(window.tokens for window in itertools.islice(one.windows(), 3000))
+    assert one.about_tokens(3000) == pytest.approx(exact, rel=0.02)
 
 
 @given(LENGTHS, st.integers(1, 120), st.integers(1, 5))
