@@ -19,7 +19,7 @@ from typing import Any, NoReturn
 import typer
 
 from eagle_train.errors import UserError
-from eagle_train.launch import leave_words
+from eagle_train.launch import begin, leave_words
 
 from . import (
     demo,
@@ -105,7 +105,12 @@ def main(arguments: list[str] | None = None) -> NoReturn:
     warnings.formatwarning = lambda message, *_, **__: f"warning: {message}\n"  # type: ignore[assignment]
     kept = ""
     try:
-        code = app(args=arguments, prog_name="eagle", standalone_mode=False)
+        try:
+            begin()
+            code = app(args=arguments, prog_name="eagle", standalone_mode=False)
+        finally:  # the end is known: what interrupts it now would only be seen as a fault of it
+            for number in (signal.SIGTERM, signal.SIGINT):
+                signal.signal(number, _too_late)
     except UserError as error:
         code = _say(f"error: {error}", 2)
     except _InterruptedError as error:
@@ -138,6 +143,10 @@ def _usage(error: Exception) -> str:
 def _terminate(signum: int, frame: object) -> NoReturn:
     """Treat SIGTERM like Ctrl-C: unwind, remove temporary files, keep finished work."""
     raise KeyboardInterrupt
+
+
+def _too_late(signum: int, frame: object) -> None:
+    """Let this process end as it is about to."""
 
 
 def _say(text: str, code: int) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -28,6 +28,15 @@ _TEXT = [
     "Tell me a story about the sea and the moon. Once upon a time there was a small boat on the sea.",
     "How do I bake bread? Mix the flour with the water, then let it rest for an hour and bake it.",
 ]
+
+
+@pytest.fixture(autouse=True)
+def _signals() -> Iterator[None]:
+    """A command that ran in this process leaves it deaf to signals; the next test hears them."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
 @pytest.fixture

@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -123,3 +129,82 @@ def test_a_process_that_one_command_started_leaves_its_error_to_it(
     assert words["text"].startswith(text)
     assert words["code"] == code
     assert "Traceback" not in capsys.readouterr().err
+
+
+_SAVES_WHEN_ENDED = """
+import os, signal, sys, time
+from pathlib import Path
+from eagle_train import launch
+
+rank = os.environ["RANK"]
+
+def ended(number, frame):
+    time.sleep(0.5)
+    Path(f"{rank}.saved").touch()
+    sys.exit(130)
+
+signal.signal(signal.SIGTERM, ended)
+launch.begin()
+Path(f"{rank}.new").write_text(f"{os.getpid()} {os.getppid()}")
+os.rename(f"{rank}.new", f"{rank}.begun")
+time.sleep(600)
+"""
+
+
+def _until(there: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 120
+    while not there():
+        assert time.monotonic() < deadline, "two minutes"
+        time.sleep(0.05)
+
+
+@pytest.mark.parametrize("killed", ["launcher", "starter"])
+def test_processes_end_with_what_started_them_and_save(killed: str, tmp_path: Path) -> None:
+    (tmp_path / "eagle_cli").mkdir()
+    (tmp_path / "eagle_cli" / "__init__.py").touch()
+    (tmp_path / "eagle_cli" / "main.py").write_text(_SAVES_WHEN_ENDED)
+    begun, saved = ([tmp_path / f"{rank}.{name}" for rank in (0, 1)] for name in ("begun", "saved"))
+    words = [sys.executable, "-c", "from eagle_train import launch; launch.relaunch(2, [])"]
+    environment = {**os.environ, "TMPDIR": str(tmp_path)}
+    starter = subprocess.Popen(words, cwd=tmp_path, stderr=subprocess.PIPE, text=True, env=environment)
+    try:
+        _until(lambda: all(file.exists() for file in begun))
+        launcher = int(begun[0].read_text().split()[1])
+        os.kill(launcher if killed == "launcher" else starter.pid, signal.SIGKILL)
+        if killed == "launcher":  # it waits for them
+            assert "the launcher of the 2 processes was ended by SIGKILL" in starter.communicate()[1]
+            assert all(file.exists() for file in saved)
+        _until(lambda: all(file.exists() for file in saved))
+    finally:
+        for file in (file for file in begun if file.exists()):
+            for number in map(int, file.read_text().split()):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(number, signal.SIGKILL)
+        starter.kill()
+        starter.wait()
+
+
+def test_an_interrupted_launch_says_nothing_of_its_own(tmp_path: Path) -> None:
+    (tmp_path / "eagle_cli").mkdir()
+    (tmp_path / "eagle_cli" / "__init__.py").touch()
+    (tmp_path / "eagle_cli" / "main.py").write_text(_SAVES_WHEN_ENDED)
+    code = "from eagle_train import launch\ntry: launch.relaunch(2, [])\nexcept KeyboardInterrupt: pass"
+    words = [sys.executable, "-c", code]
+    starter = subprocess.Popen(words, cwd=tmp_path, stderr=subprocess.PIPE, text=True)
+    _until(lambda: all((tmp_path / f"{rank}.begun").exists() for rank in (0, 1)))
+    starter.send_signal(signal.SIGINT)
+    assert starter.communicate(timeout=120)[1] == ""
+    assert all((tmp_path / f"{rank}.saved").exists() for rank in (0, 1))
+
+
+def test_a_signal_to_a_process_that_is_ending_leaves_no_words() -> None:
+    code = """
+import atexit, os, signal
+from eagle_cli.main import main
+for number in (signal.SIGTERM, signal.SIGINT):
+    atexit.register(os.kill, os.getpid(), number)
+main(["inspect", "none"])
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert done.stderr.count("\n") == 1, done.stderr

@@ -6,8 +6,6 @@ import multiprocessing
 import os
 import signal
 import sys
-import threading
-import time
 from collections import deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
@@ -21,6 +19,7 @@ from eagle_train.data.mask import EncodedRow, Encoder, cut
 from eagle_train.data.records import Conversation, Skip, TokenRow
 from eagle_train.data.templates import ChatTemplate
 from eagle_train.errors import UserError
+from eagle_train.parent import end_with
 
 _BATCH = 64
 _SMALL = 256  # fewer conversations than this are not worth starting processes for
@@ -193,14 +192,8 @@ def _start_worker(spec: EncoderSpec, parent: int) -> None:
     if hasattr(signal, "pthread_sigmask"):
         signal.pthread_sigmask(signal.SIG_UNBLOCK, _INTERRUPTS)
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    threading.Thread(target=_die_with, args=(parent,), daemon=True).start()
+    end_with(parent)
     _start_encoder(spec)
-
-
-def _die_with(parent: int) -> None:
-    while os.getppid() == parent:
-        time.sleep(1)
-    os._exit(1)
 
 
 def _encode_batch(batch: list[Conversation | TokenRow]) -> list[Outcome]:
