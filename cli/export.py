@@ -65,7 +65,9 @@ def run(
         return
     change = made["logits_changed_by"]
     equal = "equal to the bit" if change == 0 else f"within {change:.2%} by rounding to {made['dtype']}"
-    print(f"{out}: {made['kind']} head for {' and '.join(made['serve'])}, {made['dtype']}, {made['size']}")
+    which = f" of {source} ({made['checkpoint']})" if made["checkpoint"] else ""
+    engines = " and ".join(made["serve"])
+    print(f"{out}: {made['kind']} head{which} for {engines}, {made['dtype']}, {made['size']}")
     print(f"read back: every tensor as the engine wants it; logits {equal}")
     for other, why in made["refused"].items():
         print(f"not for {other}: {why}")

@@ -228,7 +228,7 @@ def _words(summary: dict[str, Any]) -> str:
     from eagle_train.progress import counted, span
     from eagle_train.training.held_out import on_held_out
 
-    tau = "no conversations held out, so best is the last checkpoint"
+    tau = f"no conversations held out, so best is the last checkpoint, step {summary['steps']:,}"
     if summary["best_tau"] is not None:
         tau = (
             f"best at step {summary['best_step']:,}: acceptance length {summary['best_tau']:.3f} "

@@ -26,6 +26,11 @@ class Progress:
             self._shown = now
             print(self._line(now, note), file=sys.stderr, flush=True)
 
+    def shorten(self, count: int) -> None:
+        """Take `count` units from the total: they will not come."""
+        if self.total is not None:
+            self.total -= count
+
     def _line(self, now: float, note: str) -> str:
         rate = self._rate(now)
         of = f"/{self.total:,}" if self.total is not None else ""

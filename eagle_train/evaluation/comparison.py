@@ -39,6 +39,7 @@ class Comparison:
         self.tallies = [Tally() for _ in entries]
         self.differences: list[list[dict[str, Any]]] = [[] for _ in entries]
         self._answered = self._turns = 0
+        self._unseen = 0  # tokens that the bar has not been told of
 
     def answer(self, asked: Asked) -> Generation:
         """Answer one prompt with every method; return plain decoding's answer."""
@@ -106,28 +107,36 @@ class Comparison:
                 parts = first_difference(self.target, asked.prompt, alone.ids, made[number].ids)
                 differences.append({"question": asked.name, "turn": asked.turn + 1, **parts})
         if self._bar is not None:
-            self._bar.advance(1, self.note)
+            most = len(made) * self.settings.max_new_tokens
+            self._bar.shorten(most - sum(len(answer.ids) for answer in made.values()))
+            self._tell(f"{counted(self._answered, 'prompt')} done, {self.note}")
         return alone
 
-    def _ticker(self, name: str) -> OnTokens | None:
+    def _tell(self, note: str) -> None:
+        if self._bar is not None:
+            self._bar.advance(self._unseen, note)
+            self._unseen = 0
+
+    def _ticker(self, name: str, counts: bool = True) -> OnTokens | None:
         """Return what shows the tokens of one answer while it is written, twice a second at most."""
-        bar, shown, count = self._bar, time.monotonic(), 0
-        if bar is None:
+        shown, count = time.monotonic(), 0
+        if self._bar is None:
             return None
 
         def hear(tokens: list[int], accepted: int) -> None:
             nonlocal shown, count
             count += len(tokens)
+            self._unseen += len(tokens) if counts else 0
             if time.monotonic() - shown > _SECONDS_BETWEEN_NOTES:
                 shown = time.monotonic()
                 behind = f"; {self.note}" if self._answered > 1 else ""
-                bar.advance(0, f"{name}: {counted(count, 'token')}{behind}")
+                self._tell(f"{name}: {counted(count, 'token')}{behind}")
 
         return hear
 
     def _warm_up(self, prompt: list[int]) -> None:
         short = replace(self.settings, max_new_tokens=min(_WARM_UP_TOKENS, self.settings.max_new_tokens))
-        hears = self._ticker("warming up")
+        hears = self._ticker("warming up", counts=False)
         plain(self.target, prompt, short, hears)
         for drafter in self._drafters:
             generate(self.target, drafter, prompt, short, hears)
@@ -135,7 +144,7 @@ class Comparison:
     def _warm_up_together(self, some: Sequence[Asked], size: int) -> None:
         short = replace(self.settings, max_new_tokens=min(_WARM_UP_TOKENS, self.settings.max_new_tokens))
         for number in range(len(self.entries) + 1):
-            self._together(some, number, short, size, self._ticker("warming up"))
+            self._together(some, number, short, size, self._ticker("warming up", counts=False))
 
     @property
     def note(self) -> str:

@@ -15,6 +15,7 @@ from eagle_train.decoding.sampling import Sampling
 from eagle_train.decoding.shapes import Shape, check_size
 from eagle_train.errors import UserError
 from eagle_train.evaluation.comparison import Comparison
+from eagle_train.evaluation.heads import checkpoint_of
 from eagle_train.evaluation.methods import Method, Sizes, entries_of, entries_of_head
 from eagle_train.evaluation.questions import Question, conversations, read_questions
 from eagle_train.evaluation.turns import Turns
@@ -82,7 +83,8 @@ def evaluate(
     turns = Turns(target, questions, max_turns, max_new_tokens, chat_template)
     if show:
         print(f"{command}: {_ahead(turns.total, len(entries), max_new_tokens)}", file=sys.stderr)
-    with progress(command, turns.total, "prompts", show) as bar:
+    most = turns.total * (1 + len(entries)) * max_new_tokens
+    with progress(command, most, "tokens", show) as bar:
         run = Comparison(target, entries, settings, bar)
         together = 1
         for group in turns.groups(batch):
@@ -95,6 +97,7 @@ def evaluate(
     return {
         "target": target.name,
         "head": entries[0].source if head is not None else None,
+        "checkpoint": checkpoint_of(head) if isinstance(head, str | Path) else None,
         "kind": entries[0].kind if head is not None else None,
         "questions": len(questions),
         "prompts": turns.total - turns.left_out,

@@ -47,6 +47,21 @@ def open_head(name: str | Path, target: Target | None = None, *, depth: int | No
     return read_any(folder, target.num_layers, (frozen.embedding, frozen.lm_head))
 
 
+def checkpoint_of(name: str | Path) -> str | None:
+    """Say which checkpoint of its run a head is, such as ``best, step 30``; None where `name` tells or none.
+
+    Raises UserError where there is a folder without a head.
+    """
+    path = Path(name)
+    if not path.exists():  # on the hub
+        return None
+    folder = head_folder(path)
+    step = folder.resolve().name
+    if run_of(folder.resolve()) is None or not step.startswith("step-") or path.name == step:
+        return None
+    return f"{'' if folder == path else 'best, '}step {int(step.removeprefix('step-')):,}"
+
+
 def run_of(folder: Path) -> Path | None:
     """Return the run whose checkpoint a head directory (resolved) is, None where it is none."""
     run = folder.parent.parent

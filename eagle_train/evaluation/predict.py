@@ -20,7 +20,7 @@ from eagle_train.decoding.shapes import Chain, Dynamic, Sampled, Shape
 from eagle_train.decoding.trees import StaticShape
 from eagle_train.errors import UserError
 from eagle_train.evaluation.figures import ByKind, acceptance_figures
-from eagle_train.evaluation.heads import find_head, run_of
+from eagle_train.evaluation.heads import checkpoint_of, find_head, run_of
 from eagle_train.evaluation.replay import NEVER, replay_chain, replay_paths, tables
 from eagle_train.evaluation.tree_replay import drafter_of_tables, replay_tree, tree_tables
 from eagle_train.folders import what_is_in
@@ -133,6 +133,7 @@ def predict(
             figures = _figures(loaded, shards, rows, shape, sampling, processors, device, show, str(texts))
     return {
         "head": name,
+        "checkpoint": checkpoint_of(head) if isinstance(head, str | Path) else None,
         "kind": loaded.config.kind,
         "target": shards.info["target"]["name"],
         "texts": str(texts),

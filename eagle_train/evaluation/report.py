@@ -57,6 +57,12 @@ def short_sources(results: Sequence[dict[str, Any]]) -> dict[str, str]:
     return {source: source for source in sources}
 
 
+def head_name(report: dict[str, Any]) -> str:
+    """Name the head of a report, such as ``eagle3 head run/ (best, step 30)``."""
+    which = f" ({report['checkpoint']})" if report.get("checkpoint") else ""
+    return f"{report['kind']} head {report['head']}{which}"
+
+
 def own_names(report: dict[str, Any]) -> str:
     """Name the target's own processors of logits that were applied, if there are any."""
     return f", the target's own {', '.join(report['processors'])}" if report.get("processors") else ""
@@ -73,7 +79,7 @@ def lines(report: dict[str, Any]) -> list[str]:
     if report["repetition_penalty"] != 1:
         how += f", repetition penalty {report['repetition_penalty']:g}"
     how += own_names(report)
-    who = f"{report['kind']} head {report['head']} on " if report["head"] else ""
+    who = f"{head_name(report)} on " if report["head"] else ""
     where = f" of {report['set']}" if report.get("set") else ""
     at_once = f", {report['batch']} prompts at once" if report["batch"] > 1 else ""
     found = [
@@ -126,7 +132,7 @@ def predicted_lines(report: dict[str, Any]) -> list[str]:
     """Return the report of `predict` as lines of text."""
     warm = f" at temperature {report['temperature']:g}" if report["temperature"] else ""
     found = [
-        f"{report['kind']} head {report['head']}, {draft_name(report['tree'])}{warm}, predicted without "
+        f"{head_name(report)}, {draft_name(report['tree'])}{warm}, predicted without "
         f"decoding on {report['texts']} ({counted(report['rows'], 'row')}: {report['which_rows']}; features "
         f"{report['codec']})",
         f"  acceptance length (tau)   {report['tau']:.3f}   ({report['tokens']:,} tokens in "

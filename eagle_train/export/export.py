@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from eagle_train.errors import UserError
+from eagle_train.evaluation.heads import checkpoint_of
 from eagle_train.export.card import is_hub_id, model_card, serve_command
 from eagle_train.export.folder import check_free, folder_bytes
 from eagle_train.export.layout import GUESSES, as_served, check_engine, engine_config, engine_tensors
@@ -84,6 +85,7 @@ def export(
     summary = {
         "out": str(out),
         "engine": engine,
+        "checkpoint": checkpoint_of(source),
         "size": bytes_text(folder_bytes(final)),
         "serve": _commands(record, named, str(out)),
         "target_path": None if public == named else named,

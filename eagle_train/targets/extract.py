@@ -91,6 +91,13 @@ def extract(
         refuse_full_disk(work, folder)
     if announce and show and distributed.is_main():
         print(work.size_text(), file=sys.stderr)
+        if work.device.type == "cpu":
+            batch = min(work.plan.setting.batch_tokens, work.plan.tokens)
+            print(
+                f"extract: shows what is done after each batch of up to {counted(batch, 'token')} (which may "
+                "take minutes), and keeps it after each shard; a smaller --batch-tokens does both oftener",
+                file=sys.stderr,
+            )
     make_folder(folder)
     with fixed_threads(work), on(work.device):
         own_code: dict[str, Any] = {"dtype": work.dtype, "trust_remote_code": trust_remote_code}

@@ -152,7 +152,7 @@ def test_generate_writes_the_answer_and_its_counts(head_dir, tiny_target_dir, ca
     assert eagle(*arguments, "--prompt", "Tell me a story") == 0
     out = capsys.readouterr().out
     assert text in out
-    assert f"{len(wanted)} tokens, " in out
+    assert f"\n{len(wanted) - 1} tokens in {len(wanted) - 1} rounds after the prefill's one: " in out
     assert "acceptance length" in out
     monkeypatch.setattr("sys.stdin", io.StringIO("Tell me a story"))
     assert eagle(*arguments, "--draft", "chain", "--gamma", 2) == 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import contextmanager
 
 import pytest
 
@@ -20,6 +21,7 @@ from eagle_train.evaluation.questions import Question, read_questions
 from eagle_train.evaluation.report import lines
 from eagle_train.heads.config import HeadConfig
 from eagle_train.heads.disk import build_head
+from eagle_train.progress import Progress
 
 QUESTIONS = [
     Question("a", "sea", ("Why is the sea deep?", "And the moon?")),
@@ -60,6 +62,25 @@ def test_one_draft_has_its_figures_at_the_top_under_the_agreed_names(target, hea
     assert report["dtype"] == "fp32"
     assert report["tree"] == {"draft": "chain", "nodes": 3, "depth": 2}
     assert "equal to plain decoding on every prompt" in "\n".join(lines(report))
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+def test_progress_counts_tokens_and_expects_none_of_answers_that_ended(batch, target, head_dir, monkeypatch):
+    shown = []
+
+    @contextmanager
+    def progress(title, total, unit, show):
+        shown.append((total, unit, Progress(title, total, unit)))
+        yield shown[-1][2]
+
+    monkeypatch.setattr("eagle_train.evaluation.evaluate.progress", progress)
+    monkeypatch.setitem(vars(target), "eos_ids", tuple(range(150)))
+    short = [Question("a", "sea", ("Why?",)), Question("b", "bread", ("How?",))]
+    report = evaluate(head_dir, target, short, [Chain(2)], max_new_tokens=16, batch=batch, show=False)
+    ((total, unit, bar),) = shown
+    emitted = report["plain"]["tokens"] + report["results"][0]["tokens"] + report["prompts"]
+    assert (total, unit) == (2 * 2 * 16, "tokens")
+    assert bar.done == bar.total == emitted < total
 
 
 def test_the_usual_draft_is_static_for_eagle1_and_dynamic_for_eagle3(target, head_dir):

@@ -216,6 +216,8 @@ def test_a_run_is_predicted_on_the_rows_it_held_out(answered, trained, kind, tin
     report = predict(run, answered[1][kind], gamma=3, show=False)
     assert (report["which_rows"], report["rows"]) == ("held out from training", 1)
     chosen = predict(run, answered[1][kind], gamma=3, rows=[held], show=False)
+    step = (run / "best").resolve().name.removeprefix("step-")
+    assert f"{kind} head {run} (best, step {int(step)}), chain of 3, " in predicted_lines(report)[0]
     assert {**chosen, "which_rows": 0} == {**report, "which_rows": 0}
     texts = predict(run, answered[0], str(tiny_target_dir), gamma=3, dtype="fp32", show=False)
     named = {"texts": 0}  # of the same conversations as a file, prepared alike

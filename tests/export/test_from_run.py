@@ -48,6 +48,7 @@ def test_a_run_exports_its_best_with_recipe_target_and_acceptance(run_dir, tiny_
     record = json.loads((tmp_path / "out" / "provenance.json").read_text())
     assert record["source"]["run"] == "run"
     assert record["source"]["head"] == best.name
+    assert made["checkpoint"] == f"best, step {int(best.name[5:])}"
     assert record["recipe"] == "eagle3-tiny"
     run = json.loads((run_dir / "run.json").read_text())
     identity = json.loads((Path(run["shards_folder"]) / "target.json").read_text())["target"]
@@ -78,7 +79,7 @@ def test_a_run_exports_its_best_with_recipe_target_and_acceptance(run_dir, tiny_
 
 def test_any_checkpoint_of_a_run_can_be_exported(run_dir, tmp_path):
     first = run_dir / "checkpoints" / "step-000001"
-    export(first, tmp_path / "out", engine="vllm")
+    assert export(first, tmp_path / "out", engine="vllm")["checkpoint"] is None, "its name says it"
     record = json.loads((tmp_path / "out" / "provenance.json").read_text())
     assert record["source"]["head"] == "step-000001"
     exported, _ = load_tensors(tmp_path / "out" / "model.safetensors")
