@@ -103,6 +103,7 @@ _MOST = {  # far above any use: beyond, memory ends or float32 does
     "optim.lr": 10,
     "optim.matrix_lr": 10,
     "run.eval_gamma": 64,
+    "run.minutes": 366 * 24 * 60,
 }
 
 

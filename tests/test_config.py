@@ -99,6 +99,7 @@ def test_extends_overrides_only_what_it_names(tmp_path):
         ("data.held_out=2.5", "data.held_out: got 2.5, wanted a share below 1 or a whole number"),
         ("optim.lr=[", "--set optim.lr=[: not valid YAML"),
         (f"optim.betas={'[' * 9000}", "not valid YAML"),
+        ("run.minutes=1e307", "run.minutes: got 1e+307, wanted at most 527040"),
         ("loss.step_decay=1e300", "loss.step_decay: got 1e+300, wanted at most 1"),
         ("optim.matrix_lr=1e30", "optim.matrix_lr: got 1e+30, wanted at most 10"),
         ("head.intermediate_size=99999999999", "head.intermediate_size: got 99999999999, wanted at most"),

@@ -18,7 +18,7 @@ def check_output(option: str, path: str | os.PathLike[str]) -> None:
     """
     final = Path(path)
     try:
-        if final.is_dir():
+        if final.is_dir() or os.fspath(path).endswith(("/", os.sep)):
             raise UserError(f"{option} {path}: is a folder; give {option} the name of a file")
         place = final.parent
         while not place.exists() and place != place.parent:

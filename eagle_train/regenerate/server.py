@@ -36,6 +36,7 @@ from eagle_train.regenerate.work import Work
 
 _LATER = (408, 409, 425, 429, 500, 502, 503, 504)
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.5, 30.0  # seconds
+_LONGEST = 24 * 60 * 60
 _LIST_TIMEOUT = 30.0  # seconds
 _NAMED = 5  # models in an error
 _FAULTS = (Malformed, asyncio.TimeoutError, httpx.HTTPError, httpx.InvalidURL, ValueError)
@@ -64,8 +65,10 @@ class Server:
             raise UserError(f"--in-flight {self.in_flight}: wanted 1 or more")
         if self.tries < 1:
             raise UserError(f"--tries {self.tries}: wanted 1 or more")
-        if not self.timeout > 0:
-            raise UserError(f"--timeout {self.timeout}: wanted more than 0 seconds")
+        if not 0 < self.timeout <= _LONGEST:
+            raise UserError(
+                f"--timeout {self.timeout:g}: wanted more than 0 seconds, at most {_LONGEST} (a day)"
+            )
 
     @property
     def base(self) -> str:

@@ -10,6 +10,7 @@ holds every file's SHA-256 besides: resuming takes the newest checkpoint whose f
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import shutil
@@ -32,6 +33,7 @@ from eagle_train.io.text import read_json, write_json
 from eagle_train.io.whole_folder import replacing_folder
 
 FOLDER, TENSORS, RECORD = "checkpoints", "trainer.safetensors", "trainer.json"
+LINKS = ("best", "last")
 FORMAT_VERSION = 2
 DIGITS = 5  # of an acceptance length, behind the point
 _TOO_LARGE = 2**63
@@ -146,6 +148,11 @@ def read_record(folder: Path) -> tuple[State, dict[str, str]]:
             raise UserError(f"{where}: {field.name}: wanted a number of 0 or more, below 2**63")
         if not fits and not (value is None and "None" in wanted and field.name in state):
             raise UserError(f"{where}: {field.name}: got {value!r}, wanted {wanted}")
+    for one, other in (("tau", "evaluated_step"), ("best_tau", "best_step")):
+        if (state[one] is None) != (state[other] is None):
+            raise UserError(
+                f"{where}: got {one} {state[one]} and {other} {state[other]}, wanted both or none"
+            )
     if state["step"] != _step(folder):
         raise UserError(f"{where}: step: got {state['step']}, wanted that of its folder, {folder.name}")
     return State(**{field.name: state[field.name] for field in fields(State)}), files
@@ -178,6 +185,8 @@ def point(run: Path, state: State) -> None:
 
 def head_folder(path: str | Path) -> Path:
     """Return the head directory behind a run (its best) or a head directory; UserError otherwise."""
+    if not Path(path).exists():
+        raise UserError(f"{path}: no such folder; wanted a head or a run")
     for folder in (Path(path), Path(path) / "best"):
         if (folder / CONFIG).is_file() and any((folder / name).is_file() for name in FILES):
             return folder
@@ -205,8 +214,13 @@ def _link(link: Path, to: Path) -> None:
         temporary.unlink(missing_ok=True)
         temporary.symlink_to(to)
         os.replace(temporary, link)
+    except IsADirectoryError as error:
+        raise UserError(f"{link}: a folder, wanted a link of the run's own; remove {link}") from error
     except OSError as error:
         raise os_error(link, error) from error
+    finally:
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
 
 
 def _name(step: int) -> str:

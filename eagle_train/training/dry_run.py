@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from eagle_train.config import Recipe
+from eagle_train.errors import UserError
 from eagle_train.heads.disk import Head
 from eagle_train.losses.acceptance import AcceptanceCounts, chain_hits, greedy_chain
 from eagle_train.shards.batches import PackedBatch
@@ -38,7 +39,7 @@ class Rehearsal:
     loss: tuple[float, float]  # of the first test-time step, first and last
     tau: tuple[float, float]  # before and after
     longest: float  # what a head that is always right would reach on this row
-    learned: bool  # acceptance went at least half of the way up, and there was a way
+    learned: bool  # acceptance went at least half of the way up
     seconds_per_step: float
     description: str
 
@@ -55,7 +56,8 @@ def dry_run(
     """Train on one row again and again with AdamW at a high rate; nothing is written.
 
     `place` holds shards, or rows where a `live` target computes their features.
-    Raises UserError for all that `train` would refuse, but for the state of an --out folder.
+    Raises UserError for all that `train` would refuse, but for the state of an --out folder; also
+    where the row has nothing to learn from.
     """
     if deepspeed is not None:
         check_optimizer(recipe.optim)
@@ -71,6 +73,12 @@ def dry_run(
         print(description, file=sys.stderr)
     micros = _one_row(session)
     longest = _chain(session, micros, always_right=True).tau
+    if longest <= 1:
+        raise UserError(
+            "dry run: the row that it took has nothing to learn from: nowhere in its answers is the target's "
+            "first choice a token that the head can draft; --set run.seed=N takes another row; where all are "
+            "so, set a larger head.draft_vocab_size, or take answers that the target wrote"
+        )
     before = after = _chain(session, micros).tau
     losses: list[float] = []
     begun, due = time.monotonic(), True
@@ -89,7 +97,7 @@ def dry_run(
         loss=(losses[0], losses[-1]),
         tau=(before, after),
         longest=longest,
-        learned=longest > 1 and after - 1 >= 0.5 * (longest - 1),
+        learned=after - 1 >= 0.5 * (longest - 1),
         seconds_per_step=(time.monotonic() - begun) / len(losses),
         description=description,
     )

@@ -99,6 +99,7 @@ def _catch_up(session: Session, interrupt: Interrupt, log: Log) -> bool:
         if found is None:
             return False
         session.judge(found)
+        session.check_folder()
         log.write({"epoch": session.epoch, **evaluated(found)})
         if session.state.step > 0:
             session.save()
@@ -145,6 +146,7 @@ def _loop(session: Session, interrupt: Interrupt, log: Log, bar: Progress) -> bo
             if save or found or state.step % run.log_every == 0:
                 report = meter.take(processes, micros.waited)
                 lr = session.recipe.optim.lr * factor
+                session.check_folder()
                 log.write(
                     {"epoch": micro.window.epoch, **report, "lr": lr, "grad_norm": norm, **evaluated(found)}
                 )

@@ -12,13 +12,14 @@ from typing import IO, TYPE_CHECKING, Any
 import torch
 
 from eagle_train.config import Recipe
+from eagle_train.distributed import is_main
 from eagle_train.errors import UserError
 from eagle_train.io.paths import make_folder, os_error
 from eagle_train.io.text import read_json, write_json, write_text
 from eagle_train.provenance import tool_version
 from eagle_train.recipe_files import load_recipe
 from eagle_train.shards.manifest import rows_held
-from eagle_train.training.checkpoints import newest
+from eagle_train.training.checkpoints import LINKS, newest
 
 if TYPE_CHECKING:
     from eagle_train.shards.row_source import RowSource
@@ -113,6 +114,9 @@ def look(out: Path, resume: bool, init_from: str | None) -> Path | None:
         raise UserError(
             f"--resume {out}: goes on from the run's own checkpoint; leave --init-from {init_from} out"
         )
+    for name in LINKS:
+        if (out / name).is_dir() and not (out / name).is_symlink():
+            raise UserError(f"{out / name}: a folder, wanted a link of the run's own; remove {out / name}")
     found = newest(out)
     if not (out / RECIPE).is_file():
         if resume:
@@ -156,7 +160,7 @@ def decide(out: Path, recipe: Recipe, shards: RowSource, resume: bool, init_from
             f"{out}: holds a run made with other settings: {words[0]}. "
             "Choose another --out, or give --resume to go on with the new ones"
         )
-    if resume and words:
+    if resume and words and is_main():
         print(f"{out}: going on with {', '.join(words)}", file=sys.stderr)
     return record.get("init_from")
 
@@ -182,6 +186,15 @@ def record_run(
         },
     )
     write_text(out / RECIPE, f"# Resolved from recipe {recipe.name}\n{recipe.to_yaml()}")
+
+
+def check_there(out: Path) -> None:
+    """Raise UserError where the records of the run at work in `out` are gone: nothing goes on there."""
+    if gone := [name for name in (RECIPE, RECORD) if not (out / name).is_file()]:
+        raise UserError(
+            f"{out}: {' and '.join(gone)} gone since the run began, so it can neither save nor go on there; "
+            "choose another --out"
+        )
 
 
 def _changes(before: dict[str, Any], now: dict[str, Any]) -> list[tuple[str, Any, Any]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -106,10 +107,16 @@ class Session:
     def save(self) -> None:
         """Write a checkpoint and drop those no longer kept; other processes wait."""
         with self.engine.saved() as (head, trainer):
+            self.check_folder()
             if self.processes.is_main:
                 checkpoints.save_checkpoint(self.out, head, trainer, self.state)
                 checkpoints.prune(self.out, self.recipe.run.keep_last, self.state)
         self.processes.wait()
+
+    def check_folder(self) -> None:
+        """Raise UserError on the main process where the run's own records are no longer in its folder."""
+        if self.processes.is_main:
+            run_folder.check_there(self.out)
 
     def check_taken(self) -> None:
         """Raise UserError where at least half of the run's steps were skipped, however short it was."""
@@ -241,6 +248,8 @@ def _write_start(session: Session, source: RowSource, checkpoint: Path | None, i
     """Let the main process write the run's records, once every process has decided what to do."""
     session.processes.wait()
     if session.processes.is_main:
+        if checkpoint is None and (session.out / run_folder.RECIPE).is_file():
+            print(f"{session.out}: holds a run without any checkpoint: begins at step 0", file=sys.stderr)
         run_folder.record_run(session.out, session.recipe, source, init_from, session.facts)
         checkpoints.sweep(session.out, session.state.step)
         if checkpoint is not None:

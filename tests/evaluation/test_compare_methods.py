@@ -251,6 +251,10 @@ def test_one_command_compares_methods_over_sets_and_temperatures(heads, tiny_tar
         (("--method", "eagle1=HEAD"), "an eagle3 head, wanted eagle1; give --method eagle3="),
         (("--method", "prompt-lookup", "--window", "3"), "--window 3: a size of lookahead"),
         (("--method", "lookahead", "--level", "1"), "lookahead: got level 1"),
+        (
+            ("--method", "lookahead", "--report", "x/y.html/"),
+            "--report x/y.html/: is a folder; give --report",
+        ),
         (("--method", "lookahead", "--report", "x.pdf"), "--report x.pdf: wanted a file ending in"),
         (("--method", "lookahead", "--top-p", "0"), "top-p: got 0.0"),
         (("--method", "lookahead", "--top-p", "nan"), "top-p: got nan"),

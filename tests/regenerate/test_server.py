@@ -132,6 +132,7 @@ def test_urls_and_models_that_lead_nowhere(tmp_path: Path, start_server: Start) 
         ({"in_flight": 0}, "--in-flight 0"),
         ({"tries": 0}, "--tries 0"),
         ({"timeout": 0.0}, "--timeout 0"),
+        ({"timeout": 1e307}, "--timeout 1e.307: wanted .* at most 86400"),
     ],
 )
 def test_servers_that_make_no_sense(given: dict[str, Any], told: str) -> None:

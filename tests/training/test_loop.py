@@ -201,7 +201,10 @@ def test_a_target_whose_choices_cannot_be_drafted_teaches_nothing_and_this_is_sa
     ):
         train_tiny("run", "run.steps=3", given)
     assert read_metrics(tmp_path / "run")[-1]["loss"][0] == 0.0
-    assert not dry_run(tiny_shards_dir, tiny(given), show=False).learned
+    with pytest.raises(
+        UserError, match=r"dry run: the row that it took has nothing to learn from: .*run\.seed"
+    ):
+        dry_run(tiny_shards_dir, tiny(given), show=False)
     assert train_tiny("whole", "run.steps=1", "head.draft_vocab_size=null")["steps"] == 1
 
 

@@ -18,6 +18,7 @@ import torch
 from eagle_train.errors import UserError
 from eagle_train.recipe_files import load_recipe
 from eagle_train.training import checkpoints, loop
+from eagle_train.training.engine import Engine
 from eagle_train.training.loop import train
 from eagle_train.training.metrics import read_metrics
 
@@ -100,12 +101,40 @@ def test_an_evaluation_cut_short_is_made_when_the_run_goes_on(
     assert (tmp_path / "broken" / "best").resolve().name == f"step-{again['best_step']:06d}"
 
 
-def test_a_run_killed_before_its_first_checkpoint_starts_anew_and_says_nothing_twice(tmp_path, train_tiny):
+def test_a_run_killed_before_its_first_checkpoint_starts_anew_and_says_nothing_twice(
+    tmp_path, train_tiny, capsys
+):
     train_tiny("run")
     whole = figures(tmp_path / "run")
     shutil.rmtree(tmp_path / "run" / "checkpoints")
-    train_tiny("run")
+    assert "step 0" not in capsys.readouterr().err
+    train_tiny("run", resume=True)
+    assert "run: holds a run without any checkpoint: begins at step 0\n" in capsys.readouterr().err
     assert figures(tmp_path / "run") == whole
+
+
+def test_a_run_whose_folder_is_removed_meanwhile_ends_at_its_next_save(tmp_path, train_tiny, monkeypatch):
+    run, accumulate = tmp_path / "run", Engine.accumulate
+
+    def removing(self, *given):
+        shutil.rmtree(run, ignore_errors=True)
+        return accumulate(self, *given)
+
+    monkeypatch.setattr(Engine, "accumulate", removing)
+    with pytest.raises(UserError, match=r"run: recipe\.yaml and run\.json gone since the run began"):
+        train_tiny("run")
+    assert not run.exists()
+
+
+@pytest.mark.parametrize("name", ["best", "last"])
+def test_a_folder_in_the_place_of_a_link_is_to_be_removed(name, tmp_path, train_tiny):
+    link = tmp_path / "run" / name
+    link.mkdir(parents=True)
+    with pytest.raises(UserError, match=f"{link}: a folder, .*; remove {link}$"):
+        train_tiny("run")
+    with pytest.raises(UserError, match=f"{link}: a folder, .*; remove {link}$"):
+        checkpoints._link(link, Path("checkpoints/step-000001"))
+    assert sorted(path.name for path in link.parent.iterdir()) == [name]
 
 
 def test_a_damaged_checkpoint_is_passed_over_in_one_line(tmp_path, train_tiny, capsys):
@@ -160,6 +189,8 @@ def test_a_damaged_checkpoint_is_passed_over_in_one_line(tmp_path, train_tiny, c
         ({"step": -5}, "step: wanted a number of 0 or more"),
         ({"step": 7}, "step: got 7, wanted that of its folder, step-000002"),
         ({"seconds": float("nan")}, "seconds: wanted a number of 0 or more"),
+        ({"best_tau": 1.5}, "got best_tau 1.5 and best_step None, wanted both or none"),
+        ({"evaluated_step": 2}, "got tau None and evaluated_step 2, wanted both or none"),
         ({"tokens": 10**400}, "tokens: wanted a number of 0 or more, below 2**63"),
         (None, "lacks its state or its files"),
     ],

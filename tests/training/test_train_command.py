@@ -52,6 +52,7 @@ def test_a_misspelt_recipe_key_is_exit_2_with_the_nearest_name_and_starts_nothin
             ["--recipe", "eagle3-tiny", "--deepspeed", "zero2"],
             "partitions over processes; give --processes 2",
         ),
+        (["--recipe", "eagle3-tiny", "--init-from", "nope"], "nope: no such folder; wanted a head or a run"),
         (["--recipe", "eagle1"], "features of eagle3; recipe eagle1 trains eagle1"),
         (["--recipe", "eagle3-tiny", "--resume"], "holds no run"),
         (["--recipe", "eagle3-tiny", "--resume", "--dry-run"], "leave one of the two out"),
