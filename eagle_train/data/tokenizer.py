@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from eagle_train import hub
+from eagle_train.data.config_file import check_config_file
 from eagle_train.data.gguf_file import gguf_source
 from eagle_train.errors import UserError
 from eagle_train.folders import refuse_as_target
@@ -39,7 +40,17 @@ def load_tokenizer(target: str, trust_remote_code: bool = False) -> Any:
             return tokenizer
         except StrictDataclassError as error:  # some tokenizers are found through the model's config
             raise UserError(f"{target}: config.json: {error}; correct it, or fetch it again") from error
-        except (OSError, ValueError, ImportError, KeyError, AttributeError, TypeError) as error:
+        except (
+            OSError,
+            ValueError,
+            ImportError,
+            KeyError,
+            AttributeError,
+            TypeError,
+            ArithmeticError,
+        ) as error:
+            if (config := path / "config.json").is_file():
+                check_config_file(config, target)
             reason = silent or (str(error).strip() or type(error).__name__).splitlines()[0]
             if path.is_dir() and not any(any(path.glob(name)) for name in _FILES):
                 reason = "it holds none of its files"

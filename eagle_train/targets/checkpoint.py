@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from eagle_train import hub
+from eagle_train.data.config_file import check_config_file
 from eagle_train.data.gguf_file import dequantised, gguf_source
 from eagle_train.errors import UserError
 from eagle_train.folders import refuse_as_target
@@ -46,14 +47,14 @@ def load_model(
     where, source = _source(target)
     config = load_config(target, trust_remote_code)
     with explained(target), quiet():
-        if (file := _generation_file(where, config)) is not None:
+        if (file := _file_of(where, "generation_config.json", config)) is not None:
             check_file(file, target)
     if dtype is None:
         dtype = default_dtype(config, device, is_gguf=bool(source))
     if device_map is None and getattr(config, "quantization_config", None) is not None:
         device_map = {"": str(device)}  # some kinds of packed weights cannot be moved once they are loaded
     arguments: dict[str, Any] = {**source, "trust_remote_code": trust_remote_code}
-    with explained(target), quiet():
+    with explained(target), quiet(), _value_named(target, config):
         if device_map is not None:
             arguments["device_map"] = device_map
         if by_plan:
@@ -86,15 +87,22 @@ def load_model(
 def load_config(target: str, trust_remote_code: bool) -> PretrainedConfig:
     """Load the target's config alone.
 
-    Raises UserError when it can't be found, or names a quantisation that transformers does not know: loading
-    would take packed weights for plain ones and leave their scales out.
+    Raises UserError when it can't be found, when it describes no model, or names a quantisation that
+    transformers does not know: loading would take packed weights for plain ones and leave their scales out.
     """
     from transformers import AutoConfig
     from transformers.quantizers import AutoHfQuantizer
 
     where, source = _source(target)
     with explained(target), quiet():
-        config = AutoConfig.from_pretrained(where, trust_remote_code=trust_remote_code, **source)
+        if not source and (file := _file_of(where, "config.json")) is not None:
+            check_config_file(file, target)
+        try:
+            config = AutoConfig.from_pretrained(where, trust_remote_code=trust_remote_code, **source)
+        except (KeyError, AttributeError, TypeError, ArithmeticError) as error:
+            raise UserError(
+                f"{target}: config.json: {_first_line(error)}; correct it, or fetch it again"
+            ) from error
         packing = getattr(config, "quantization_config", None)
         if not isinstance(packing, dict) or AutoHfQuantizer.supports_quant_method(packing):
             return config
@@ -104,16 +112,17 @@ def load_config(target: str, trust_remote_code: bool) -> PretrainedConfig:
     )
 
 
-def _generation_file(where: str, config: PretrainedConfig) -> Path | None:
-    """Return the target's generation_config.json, fetched where it is on the hub; None where it has none."""
+def _file_of(where: str, name: str, config: PretrainedConfig | None = None) -> Path | None:
+    """Return a JSON file of the target, fetched where it is on the hub; None where it has none."""
     from transformers.utils import cached_file
 
     found = cached_file(
         where,
-        "generation_config.json",
+        name,
         revision=getattr(config, "_commit_hash", None),
         _raise_exceptions_for_missing_entries=False,
         _raise_exceptions_for_connection_errors=False,
+        _raise_exceptions_for_gated_repo=False,
     )
     return None if found is None else Path(found)
 
@@ -122,7 +131,8 @@ def skeleton(config: PretrainedConfig, trust_remote_code: bool) -> PreTrainedMod
     """Return the model that `config` describes, without memory for its weights."""
     from transformers import AutoModelForCausalLM
 
-    with explained(config.name_or_path or "target"), quiet(), torch.device("meta"):
+    name = config.name_or_path or "target"
+    with explained(name), quiet(), _value_named(name, config), torch.device("meta"):
         # float32, for torch makes no layers in fp8, which a config may name
         model = AutoModelForCausalLM.from_config(
             copy.deepcopy(config), dtype=torch.float32, trust_remote_code=trust_remote_code
@@ -231,6 +241,21 @@ def explained(target: str) -> Iterator[None]:
             if silent:
                 why = f"no such directory here, and {silent}; give a hub id, a directory or a .gguf file"
             raise UserError(f"{target}: could not be loaded as a causal language model: {why}") from error
+
+
+@contextlib.contextmanager
+def _value_named(target: str, config: PretrainedConfig) -> Iterator[None]:
+    """Name the key whose value transformers looked up in vain, of which it says the value alone."""
+    try:
+        yield
+    except KeyError as error:
+        for key, value in config.get_text_config().to_dict().items():
+            if isinstance(value, str) and error.args == (value,):
+                raise UserError(
+                    f"{target}: config.json: {key}: got {value!r}, wanted a name that transformers knows; "
+                    "correct it, or fetch it again"
+                ) from error
+        raise
 
 
 def _first_line(error: BaseException) -> str:

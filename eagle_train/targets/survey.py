@@ -118,6 +118,7 @@ def survey(
     table = RowTable.of(rows.dataset)
     if not len(table):
         raise UserError(f"{rows_dir}: holds no rows; run eagle prepare with more conversations")
+    config = checkpoint.load_config(str(target), trust_remote_code)
     tokenizer = load_tokenizer(str(target), trust_remote_code=trust_remote_code)
     fingerprint = tokenizer_fingerprint(tokenizer)
     if fingerprint != rows.info["tokenizer_fingerprint"]:
@@ -127,7 +128,6 @@ def survey(
             f"Run eagle prepare with --target {target}"
         )
     place = pick_device(device)
-    config = checkpoint.load_config(str(target), trust_remote_code)
     text = config.get_text_config()
     kept = parse_dtype(dtype) or checkpoint.default_dtype(
         config, place, is_gguf=str(target).endswith(".gguf")
