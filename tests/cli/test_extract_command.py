@@ -127,9 +127,8 @@ def test_a_hub_that_does_not_answer_is_one_line(tiny_rows_dir: Path, tmp_path: P
     )
     assert ran.returncode == 2
     (line,) = ran.stderr.splitlines()
-    assert line.startswith(
-        "error: nobody/nothing: no tokenizer could be loaded (http://127.0.0.1:9 does not answer"
-    )
+    assert line.startswith("error: nobody/nothing: could not be loaded as a causal language model: ")
+    assert "http://127.0.0.1:9 does not answer" in line
 
 
 def test_an_interrupt_keeps_finished_shards_and_the_same_command_goes_on(
