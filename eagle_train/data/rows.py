@@ -17,6 +17,7 @@ from typing import Any
 
 from eagle_train.data.encoding import Outcome
 from eagle_train.data.mask import EncodedRow
+from eagle_train.data.rows_record import check_record, check_totals
 from eagle_train.data.token_rows import mask_of
 from eagle_train.errors import UserError
 from eagle_train.folders import what_is_in
@@ -50,8 +51,9 @@ def open_rows(folder: str | Path) -> Rows:
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(f"{path}: damaged rows ({error}); {_AGAIN}") from error
     if dataset.num_rows != info.get("rows"):
-        raise UserError(f"{path}: holds {dataset.num_rows} rows, rows.json says {info.get('rows')}; {_AGAIN}")
+        raise UserError(f"{path}: holds {dataset.num_rows} rows, rows.json says {info['rows']}; {_AGAIN}")
     _check_columns(path, dataset)
+    check_totals(dataset, info, path / "rows.json", _AGAIN)
     return Rows(path, dataset, info)
 
 
@@ -85,6 +87,7 @@ def read_rows_info(path: Path) -> dict[str, Any]:
         raise UserError(
             f"{path}/rows.json: format {info.get('format_version')}, wanted {FORMAT_VERSION}; {_AGAIN}"
         )
+    check_record(info, path / "rows.json", _AGAIN)
     return info
 
 
