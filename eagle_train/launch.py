@@ -143,9 +143,8 @@ def _run(processes: str, arguments: list[str]) -> int:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import parse_args, run
 
-    logging.disable(
-        logging.ERROR
-    )  # a process says why it ended; torch's loggers each have a level of their own
+    # a process says why it ended; torch's loggers each have a level of their own
+    logging.disable(logging.ERROR)
     words = ["--standalone", f"--nproc-per-node={processes}", "--no-python"]
     try:
         run(parse_args([*words, sys.executable, "-m", "eagle_cli.main", *arguments]))

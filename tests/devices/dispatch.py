@@ -87,7 +87,7 @@ def _outside(real: Tensor, known: dict[int, Pretend], place: torch.device) -> Te
     if own is None:
         return wrap(real, place)
     if own.shape != real.shape or own.stride() != real.stride():
-        raise NotImplementedError("an operation that changes the shape of a tensor in place")
+        raise RuntimeError("pretend tensors keep their shape: an operation changes one in place")
     return own
 
 

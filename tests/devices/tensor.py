@@ -76,7 +76,7 @@ class Pretend(Tensor):
         return memo[id(self)]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        raise NotImplementedError("pretend tensors are not pickled: move them to the CPU")
+        raise TypeError("cannot pickle a pretend tensor: move it to the CPU")  # as Python says of others
 
 
 def wrap(real: Tensor, place: torch.device) -> Pretend:
